@@ -1,0 +1,124 @@
+// The kernel table: what the core calls, once per instruction set. Plain data and function pointers only, because this header is
+// seen by code compiled for different instruction sets. Kernels know tiles of work; threads and order are the core's (core/program).
+//
+// Reproducibility: an output element is computed in one fixed order that depends neither on how many rows or panels a call covers
+// nor on the instruction set. Rows never influence each other.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace octavo {
+
+inline constexpr int kPanel = 16;       // output columns per packed panel: the lanes of a vector
+inline constexpr int kQuantBlock = 32;  // weights or activations that share a scale
+inline constexpr int kKvSplit = 256;    // attention merges partial results at these absolute token boundaries
+
+// Packed weight matrices. N in lanes, K in order; N is padded to a multiple of kPanel with zero columns.
+enum class Packing : int32_t {
+  kF32 = 0,   // panel: k x 16 float
+  kBF16 = 1,  // panel: k/2 x 16 x 2 bf16 (k odd: padded with zero)
+  kU4 = 2,    // panel: per 32-block 16 x 16 bytes of levels 0..15, scales and mins: w = scale * level + min
+  kU8 = 3,    // panel: per 32-block levels q + 128, scales: w = scale * (level - 128)
+};
+
+struct PackedMatrix {
+  Packing packing;
+  int32_t symmetric;  // kU4: 1 when every min is -8 * scale (Q4_0)
+  int64_t n, k;
+  int64_t panel_bytes;  // size of one panel of 16 columns, a multiple of 64
+  const uint8_t* data;  // ceil(n / 16) panels, 64-byte aligned
+};
+
+// Activations prepared for a packing. kU4/kU8: 8-bit with one scale per 32-block, scale = absmax / 127, round to nearest even;
+// `sums` holds scale * sum(q) of the block. kBF16: bf16 pairs. kF32: `values` is the float input itself.
+struct Activations {
+  int64_t rows, k;
+  const void* values;   // int8 / bf16 / float [rows, k]
+  const float* scales;  // [rows, k / 32]
+  const float* sums;    // [rows, k / 32]
+};
+
+struct LinearArgs {
+  PackedMatrix weight;
+  Activations input;
+  const float* bias;  // [n] or null
+  float* out;         // [rows, out_stride]
+  int64_t out_stride;
+};
+
+enum class KvFormat : int32_t { kF32 = 0, kBF16 = 1 };
+
+// One KV head's block of `block_size` tokens. K: [head_dim / 2][block_size][2], so that 16 tokens lie in lanes; V: [block_size][head_dim].
+// A block holds for each KV head K then V: block stride = kv_heads * 2 * block_size * head_dim elements.
+struct KvCache {
+  KvFormat format;
+  int32_t block_size;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  void* data;  // one layer: [num_blocks][num_kv_heads][2][block_size * head_dim]
+};
+
+struct AttendArgs {
+  KvCache cache;
+  const float* q;              // [tokens, num_heads * head_dim]
+  float* out;                  // same shape
+  int32_t num_heads;
+  float scale;
+  int32_t window;              // 0: full
+  const int32_t* positions;    // [tokens]
+  const int32_t* block_table;  // of the row that these tokens belong to
+  int64_t token_begin, token_end;  // consecutive tokens of one row
+  int32_t kv_head;
+};
+
+// Truncation and temperature of one row's logits, for `sample_row`.
+struct SampleArgs {
+  float* logits;  // [vocab], masked and penalised; overwritten
+  int32_t vocab;
+  float temperature;  // > 0
+  int32_t top_k;      // 0: all
+  float top_p;
+  float min_p;
+  double uniform;     // in (0, 1)
+  int32_t* scratch;   // [vocab]
+};
+
+struct Kernels {
+  const char* name;
+
+  // linear
+  void (*quantize_row)(const float* x, int64_t k, int8_t* values, float* scales, float* sums);
+  void (*to_bf16_row)(const float* x, int64_t k, uint16_t* out);
+  void (*linear)(const LinearArgs& args, int64_t panel_begin, int64_t panel_end);
+
+  // elementwise, one row (or `n` elements) at a time
+  void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* y);
+  void (*add)(const float* a, const float* b, int64_t n, float* y);
+  void (*silu_mul)(const float* gate, const float* up, int64_t n, float* y);
+  // cos and sin [rotated_dim / 2] of the row's position
+  void (*rope)(const float* x, int64_t heads, int64_t head_dim, int64_t rotated_dim, bool interleaved, const float* cos,
+               const float* sin, float* y);
+
+  // attention
+  void (*kv_write)(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset);
+  void (*attend)(const AttendArgs& args);
+
+  // sampling
+  float (*max_value)(const float* x, int64_t n);
+  int32_t (*argmax)(const float* x, int64_t n);            // ties: lowest index; NaN never wins
+  float (*log_sum_exp)(const float* x, int64_t n);         // of finite or -inf values
+  int32_t (*sample_row)(const SampleArgs& args);
+};
+
+namespace portable {
+const Kernels* kernels();
+}
+namespace avx2 {
+const Kernels* kernels();
+}
+namespace avx512 {
+const Kernels* kernels();
+}
+
+}  // namespace octavo

@@ -1,0 +1,29 @@
+// Declarations of one instruction set's kernels, defined in linear.cpp, elementwise.cpp, attention.cpp and sampling.cpp.
+// Meanings are in kernels.h.
+#pragma once
+
+#include "kernels/kernels.h"
+
+namespace octavo {
+namespace OCTAVO_ISA {
+
+void quantize_row(const float* x, int64_t k, int8_t* values, float* scales, float* sums);
+void to_bf16_row(const float* x, int64_t k, uint16_t* out);
+void linear(const LinearArgs& args, int64_t panel_begin, int64_t panel_end);
+
+void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* y);
+void add_rows(const float* a, const float* b, int64_t n, float* y);
+void silu_mul(const float* gate, const float* up, int64_t n, float* y);
+void rope(const float* x, int64_t heads, int64_t head_dim, int64_t rotated_dim, bool interleaved, const float* cos,
+          const float* sin, float* y);
+
+void kv_write(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset);
+void attend(const AttendArgs& args);
+
+float max_value(const float* x, int64_t n);
+int32_t argmax(const float* x, int64_t n);
+float log_sum_exp(const float* x, int64_t n);
+int32_t sample_row(const SampleArgs& args);
+
+}  // namespace OCTAVO_ISA
+}  // namespace octavo

@@ -1,0 +1,34 @@
+"""Octavo: an LLM inference server that gives the same bits whatever the load.
+
+`from octavo import LLM, SamplingParams` is the offline interface; `octavo serve` the server. Imports are lazy, so that the command
+line starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.frontend.llm import LLM as LLM
+    from octavo.frontend.outputs import CompletionOutput as CompletionOutput
+    from octavo.frontend.outputs import RequestOutput as RequestOutput
+    from octavo.frontend.params import SamplingParams as SamplingParams
+
+__version__ = _version("octavo")
+
+_LAZY = {
+    "LLM": "octavo.frontend.llm",
+    "SamplingParams": "octavo.frontend.params",
+    "RequestOutput": "octavo.frontend.outputs",
+    "CompletionOutput": "octavo.frontend.outputs",
+}
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")

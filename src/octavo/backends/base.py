@@ -1,0 +1,132 @@
+"""The seam between the runner and what computes: a backend loads weights, owns the KV cache, runs the forward and samples.
+
+A backend gets the model as a function over `Ops` (`Forward`), never as a family or a config. All arrays that cross are numpy arrays
+in host memory, C-contiguous, owned by the caller and not kept after the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from octavo.contracts import KVLayout, TokenLogprobs, TokenSampling
+from octavo.ops import Inputs, Ops, Weight
+from octavo.quant import RawTensor
+
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+
+Forward = Callable[[Ops[Any], Mapping[str, Weight], Inputs[Any]], Any]
+"""(ops, weights by canonical name, inputs) -> logits array of the backend, [S, vocab]."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One step's rows, flattened: T tokens of R rows, tokens of a row adjacent and in ascending position.
+
+    tokens, positions: [T]. row_starts: [R + 1], row r holds tokens row_starts[r]..row_starts[r+1]-1.
+    tables: one per KV group, [R, most blocks of any row in this step], block ids in position order, `NULL_BLOCK` where freed or beyond the row.
+    logit_rows: [S] ascending indices into 0..T-1.
+    """
+
+    tokens: I32
+    positions: I32
+    row_starts: I32
+    tables: tuple[I32, ...]
+    logit_rows: I32
+
+
+class BackendModel(Protocol):
+    """A loaded model on a backend. Not thread-safe: one thread calls it (with the GIL released inside native code)."""
+
+    @property
+    def bytes_per_kv_value(self) -> float:
+        """Bytes that one K or V element takes in the cache."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory held by weights."""
+        ...
+
+    @property
+    def arithmetic(self) -> str:
+        """Names everything besides weights that decides bits: arithmetic version, KV format and, only where bits differ, the ISA."""
+        ...
+
+    def allocate_kv(self, layout: KVLayout) -> None:
+        """Reserves the KV cache; pages are committed on first write. Called once, before `forward`."""
+        ...
+
+    def forward(self, batch: Batch) -> F32:
+        """Computes the step's tokens, writes their KV, and returns logits [S, vocab]. Valid until the next call."""
+        ...
+
+    def make_sampler(self, max_num_seqs: int) -> Sampler:
+        """A sampler with `max_num_seqs` slots."""
+        ...
+
+    def close(self) -> None:
+        """Frees weights, cache and threads. Idempotent."""
+        ...
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """One sampled token. `error` is set when the row's logits hold NaN, or leave no token to choose."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class Sampler(Protocol):
+    """Turns logits into tokens. Holds per-slot state (parameters, token counts), nothing that couples two slots.
+
+    Order of treatment, per row: allowed_token_ids, logit_bias, bad_words, min_tokens (mask of end and stop ids), repetition, presence
+    and frequency penalties, temperature, top_k, top_p, min_p, draw. Logprobs are of the raw logits. Temperatures below 1e-5 are
+    greedy; greedy takes the most likely id, ties to the lowest. The draw walks the kept tokens in descending probability (ties: lower
+    id first) when top_k/top_p/min_p cut something, else in ascending id, and takes the first whose cumulative probability exceeds u, with u from
+    Philox4x32-10 (Salmon et al., 2011): key (seed low, seed high), counter (position, choice, 0, 0), u = (first word + 0.5) / 2^32.
+    """
+
+    def start(self, slot: int, sampling: TokenSampling, token_ids: I32, num_prompt_tokens: int) -> None:
+        """Binds a slot: all known tokens, of which the first `num_prompt_tokens` are the prompt."""
+        ...
+
+    def stop(self, slot: int) -> None:
+        """Frees a slot."""
+        ...
+
+    def sample(self, logits: F32, slots: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
+        """One token per row of logits [S, vocab] (overwritten); `positions` are those the sampled tokens will have.
+
+        The token is added to the slot's counts.
+        """
+        ...
+
+    def score(self, logits: F32, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """Log-probability of each row's target and of the `num_top` (-1: all) most likely tokens: prompt logprobs."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to compute: numpy or cpu."""
+
+    name: str
+
+    def load(
+        self, forward: Forward, tensors: Mapping[str, RawTensor], *, dtype: DType, progress: Progress | None = None
+    ) -> BackendModel:
+        """Makes weight handles of canonically named tensors and prepares the forward.
+
+        Raises UnsupportedModelError or ConfigError by name for a format or dtype it does not have, before allocating.
+        """
+        ...

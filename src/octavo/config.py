@@ -1,0 +1,112 @@
+"""Configuration: one frozen section per component, from flags, environment and defaults.
+
+Flags, `OCTAVO_*` variables and help texts derive from the fields here (`octavo.cli.flags` reads them), so a new option is one field.
+Each component receives only its own section. This module does not know the components or how values are parsed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import msgspec
+
+
+class Help(msgspec.Struct, frozen=True):
+    """Annotation of a field: its help text, and how its flag differs from the field's name."""
+
+    text: str
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    secret: bool = False
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections. Changed copies come from `msgspec.structs.replace`."""
+
+
+class ModelConfig(Section):
+    """Which model is served, and how it is read."""
+
+    model: Annotated[str, Help("catalogue name, .gguf file, Hugging Face folder or repository id")] = "smollm2-135m"
+    served_model_name: Annotated[
+        tuple[str, ...], Help("names clients may use for the model; default: the model's own", metavar="NAME")
+    ] = ()
+    revision: Annotated[str | None, Help("branch, tag or commit of a Hugging Face repository")] = None
+    chat_template: Annotated[str | None, Help("file with a Jinja chat template to use instead of the model's own")] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Help("activations, KV cache and unquantized weights; quantized weights stay as stored"),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, Help("longest prompt plus output, in tokens; default: the model's own, reduced if it does not fit")
+    ] = None
+    generation_config: Annotated[
+        Literal["auto", "none"], Help("take default sampling values from the model's generation_config.json (auto) or not")
+    ] = "auto"
+    max_logprobs: Annotated[int, Help("most alternatives a request may ask for in logprobs")] = 20
+
+
+class CacheConfig(Section):
+    """Memory for the KV cache."""
+
+    block_size: Annotated[Literal[8, 16, 32], Help("tokens per KV block")] = 16
+    kv_cache_memory: Annotated[
+        str | None, Help("memory for the KV cache, in bytes or with a suffix (512M, 2G)", aliases=("--kv-cache-memory-bytes",))
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None, Help("share of the device's free memory (on a CPU: RAM) to use for weights and KV cache", metavar="SHARE")
+    ] = None
+    enable_prefix_caching: Annotated[bool, Help("reuse the KV blocks of equal prompt beginnings")] = True
+
+
+class SchedulerConfig(Section):
+    """What runs together in a step."""
+
+    max_num_seqs: Annotated[int, Help("most sequences that run at once")] = 64
+    max_num_batched_tokens: Annotated[int, Help("most tokens computed in one step")] = 512
+    enable_chunked_prefill: Annotated[bool, Help("split long prompts over several steps beside running decodes")] = True
+    max_num_queued_reqs: Annotated[
+        int | None, Help("most requests waiting or running; further ones get 429 (n counts n times); default: 16 x max-num-seqs")
+    ] = None
+
+
+class BackendConfig(Section):
+    """What computes."""
+
+    backend: Annotated[Literal["auto", "cpu", "numpy"], Help("cpu is native, numpy the readable reference")] = "auto"
+    threads: Annotated[int | None, Help("threads of the native backend; default: the CPUs this process may use")] = None
+    engine_process: Annotated[bool, Help("run the engine in a child process, so that a native crash is survived")] = False
+
+
+class ServerConfig(Section):
+    """The HTTP server."""
+
+    host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Help("port to listen on; 0 takes a free one")] = 8000
+    api_key: Annotated[
+        tuple[str, ...], Help("key clients must send, or name:key; may be repeated", metavar="KEY", secret=True)
+    ] = ()
+    max_body_bytes: Annotated[int, Help("largest request body")] = 8 * 1024 * 1024
+    max_header_bytes: Annotated[int, Help("largest request head: request line and headers")] = 32 * 1024
+    timeout_keep_alive: Annotated[int, Help("seconds an idle connection is kept open")] = 75
+    shutdown_timeout: Annotated[float, Help("seconds that running requests get to finish after SIGTERM")] = 30.0
+    uvicorn_log_level: Annotated[
+        Literal["critical", "error", "warning", "info", "debug", "trace"], Help("log level of the HTTP server")
+    ] = "info"
+    disable_log_requests: Annotated[bool, Help("no log line per request")] = True
+
+
+class Config(Section):
+    """Everything `octavo serve` and `LLM` are configured by."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    backend: BackendConfig = BackendConfig()
+    server: ServerConfig = ServerConfig()
+
+
+def cpu_count() -> int:
+    """CPUs this process may use (affinity, not the machine's total)."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,314 @@
+"""What crosses a border: values between frontend, engine and runner. Frozen, serializable with msgspec, without behaviour.
+
+This module does not know text, HTTP, tensors or devices. Token ids, positions and block ids are plain integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NewType, Protocol
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+"""The server's own id of one sequence in the engine. Never chosen by a client."""
+TokenId = NewType("TokenId", int)
+BlockId = NewType("BlockId", int)
+"""Index of a KV block within its group's pool. `NULL_BLOCK` marks a position whose block was freed (outside a window)."""
+Slot = NewType("Slot", int)
+"""Index of a running request in the runner's per-request arrays, 0..max_num_seqs-1."""
+
+NULL_BLOCK = BlockId(-1)
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Values are those of OpenAI and vLLM."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling of one sequence in terms of token ids: what the engine and the sampler need, already validated.
+
+    `temperature` 0 is greedy. `top_k` 0 keeps all. Penalties are vLLM's: presence and frequency count generated tokens, repetition
+    counts prompt and generated tokens. `seed` and `choice` key the noise together with the position, so that it does not depend on
+    what else runs. `stop_token_ids` holds the request's own ids and, unless end-of-sequence is ignored, `eos_token_ids` end it too.
+    `logprobs` and `prompt_logprobs` are numbers of alternatives besides the token itself; None is off, -1 the whole vocabulary.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    choice: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. A request with n choices becomes n of these, with `choice` 0..n-1 and one `parent`.
+
+    `namespace` starts the block-hash chain of the prefix cache beside the model's own digest: cache salt, adapter.
+    `priority`: lower runs first. `deadline_s` counts from arrival. `trace` is what logs may show of the client's id.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: TokenSampling
+    parent: str = ""
+    namespace: bytes = b""
+    tenant: str = "default"
+    priority: int = 0
+    arrival_s: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, from the raw logits (before penalties and temperature).
+
+    `token_ids[0]` is the token itself, followed by the most likely ones in descending order (ties: lower id first);
+    `logprobs` is parallel to it. `rank` is the 1-based rank of the token itself. Values are finite or -inf.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did for one request: new tokens, and on the last event how it ended. Exactly one event is terminal.
+
+    `stop_token` is the id from `stop_token_ids` that ended it (None for end-of-sequence). `prompt_logprobs` comes once,
+    with the first event: one entry per prompt token, the first None. `num_cached_tokens` is set on the first event.
+    With `finish_reason` ERROR, `error_code` and `error_message` say why.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+# --- KV cache layout ------------------------------------------------------------------------------------------------
+
+
+class Retention(StrEnum):
+    """How long the KV of a group's layers is needed."""
+
+    FULL = "full"
+    WINDOW = "window"
+
+
+class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers whose KV is kept by the same rule and therefore share block tables. Window in tokens, sizes in bytes.
+
+    With WINDOW the token at position p attends to positions max(0, p - window + 1) .. p. The head counts say what one token
+    stores per layer; the engine does not read them.
+    """
+
+    layers: tuple[int, ...]
+    retention: Retention = Retention.FULL
+    window: int | None = None
+    bytes_per_token: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Pools of the KV cache: one per group, `num_blocks[g]` blocks of `block_size` tokens each."""
+
+    block_size: int
+    groups: tuple[KVGroup, ...]
+    num_blocks: tuple[int, ...]
+
+
+# --- a step ---------------------------------------------------------------------------------------------------------
+
+
+class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A request enters a slot, for the first time or again after preemption.
+
+    `token_ids` are all known tokens: the prompt and what was generated before a preemption.
+    """
+
+    slot: Slot
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: TokenSampling
+
+
+class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Compute positions start..start+count-1 of a slot's known tokens.
+
+    `new_blocks[g]` are appended to the row's block table of group g. `freed_blocks[g]` counts table entries, from the
+    front of the table, that no longer may be read (outside the window). With `sample`, the last position's logits give a new
+    token, which the runner appends to the slot's known tokens.
+    """
+
+    slot: Slot
+    start: int
+    count: int
+    new_blocks: tuple[tuple[int, ...], ...]
+    freed_blocks: tuple[int, ...] = ()
+    sample: bool = False
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, decided. The runner applies `releases`, then `starts`, then computes `rows`."""
+
+    step: int
+    releases: tuple[Slot, ...]
+    starts: tuple[SlotStart, ...]
+    rows: tuple[RowPlan, ...]
+    num_tokens: int
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one row of the plan, in the plan's order.
+
+    `token_ids` is empty when the row did not sample. `prompt_logprobs`, when the request asks for them, has one entry for each
+    prompt position start+1..start+count that is still within the prompt. `error` ends this request alone.
+    """
+
+    slot: Slot
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of a step, one per row of its plan."""
+
+    step: int
+    rows: tuple[RowResult, ...]
+
+
+class StepHandle(Protocol):
+    """A submitted step."""
+
+    def sample(self) -> StepResult:
+        """Waits for the forward, samples, and returns the result. Called exactly once."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in order. It owns device memory: KV cache, weights, per-slot arrays. It owns no request state."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Starts a step. An exception here or in `sample` fails the requests of this step, never the loop."""
+        ...
+
+    def close(self) -> None:
+        """Frees device memory and threads. Idempotent."""
+        ...
+
+
+# --- the engine's mailbox -------------------------------------------------------------------------------------------
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """To the engine: start these sequences."""
+
+    requests: tuple[GenerateRequest, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """To the engine: end these requests now, in whatever state. Unknown ids are ignored (they may just have finished)."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """To the engine: forget all cached blocks that no request holds."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """To the engine: abort what runs and end the loop."""
+
+
+EngineInput = Add | Cancel | ResetPrefixCache | Shutdown
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished request's story for metrics and traces. Times in seconds of the engine's monotonic clock.
+
+    `scheduled_s` and `first_token_s` are None when the request ended before that moment.
+    """
+
+    request_id: RequestId
+    finish_reason: FinishReason
+    arrival_s: float
+    scheduled_s: float | None
+    first_token_s: float | None
+    finished_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    max_tokens: int
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine after a step (or while idle), and what happened in it. Counts are of this step, not totals.
+
+    `kv_usage` is the used share (0..1) of the fullest group; cached but unreferenced blocks count as free.
+    """
+
+    step: int
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    step_s: float = 0.0
+    ttft_s: tuple[float, ...] = ()
+    itl_s: tuple[float, ...] = ()
+    finished: tuple[RequestTimes, ...] = ()
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
+    """From the engine, once per step: all token events of the step and its statistics."""
+
+    events: tuple[TokenEvent, ...]
+    stats: StepStats
+
+
+class Inbox(Protocol):
+    """Messages to the engine, in order."""
+
+    def receive(self, timeout_s: float | None) -> Sequence[EngineInput]:
+        """All messages waiting now; blocks up to `timeout_s` (None: for ever, 0: not at all) while there is none."""
+        ...
+
+
+class Outbox(Protocol):
+    """Messages from the engine."""
+
+    def send(self, output: EngineOutput) -> None:
+        """Delivers one step's output. Must not block on a slow consumer."""
+        ...

@@ -1,0 +1,5 @@
+"""Block formats of stored weights: layouts and reference dequantizers."""
+
+from octavo.quant.formats import Format, RawTensor
+
+__all__ = ["Format", "RawTensor"]
