@@ -1,0 +1,46 @@
+"""What the front needs to know about the model being served. A value; knows no weights and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from octavo.frontend.params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.text.template import ChatTemplate
+    from octavo.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as clients see it.
+
+    names: what clients may call it, the first is what it calls itself. chat_template: None with `chat_template_error` saying why.
+    max_model_len: prompt plus output in tokens. vocab_size: rows of the embedding that the tokenizer knows; ids from there on are
+    refused. default_sampling: the model's own preferences (generation_config.json), empty when they are switched off.
+    created: Unix time. max_logprobs: the most alternatives a request may ask for, -1 without bound.
+    max_request_tokens: tokens of one sequence that the whole KV cache can hold, None without bound.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    chat_template_error: str | None
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    created: int = 0
+    max_logprobs: int = 20
+    max_request_tokens: int | None = None
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """SamplingParams of the values that are not None, the rest from `default_sampling`, then the class's defaults.
+
+        Raises what SamplingParams raises.
+        """
+        return SamplingParams(
+            **{**self.default_sampling, **{name: value for name, value in given.items() if value is not None}}
+        )
