@@ -30,13 +30,20 @@ struct PackedMatrix {
   const uint8_t* data;  // ceil(n / 16) panels, 64-byte aligned
 };
 
-// Activations prepared for a packing. kU4/kU8: 8-bit with one scale per 32-block, scale = absmax / 127, round to nearest even;
-// `sums` holds scale * sum(q) of the block. kBF16: bf16 pairs. kF32: `values` is the float input itself.
+// 32 activations in 8 bits: x is about scale * values, scale = absmax / 127, rounded to nearest even. A block whose absmax is below
+// 2^-100 is all zero; one that holds NaN or infinity has scale and sum NaN, so that every product with it is NaN.
+// One stream per row, because a tile of rows then needs one pointer per row.
+struct QuantBlock {
+  float scale;
+  float sum;       // scale * sum(values), the factor of the weights' min
+  int32_t offset;  // -128 * sum(values), what remains of weights stored with an offset of 128
+  int8_t values[kQuantBlock];
+};
+
+// Activations prepared for a packing, by `quantize_row` for kU4 and kU8, by `to_bf16_row` for kBF16, as they are for kF32.
 struct Activations {
   int64_t rows, k;
-  const void* values;   // int8 / bf16 / float [rows, k]
-  const float* scales;  // [rows, k / 32]
-  const float* sums;    // [rows, k / 32]
+  const void* values;  // QuantBlock [rows, k / 32], uint16_t [rows, k] or float [rows, k]
 };
 
 struct LinearArgs {
@@ -88,7 +95,7 @@ struct Kernels {
   const char* name;
 
   // linear
-  void (*quantize_row)(const float* x, int64_t k, int8_t* values, float* scales, float* sums);
+  void (*quantize_row)(const float* x, int64_t k, QuantBlock* out);
   void (*to_bf16_row)(const float* x, int64_t k, uint16_t* out);
   void (*linear)(const LinearArgs& args, int64_t panel_begin, int64_t panel_end);
 

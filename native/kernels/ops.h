@@ -7,7 +7,7 @@
 namespace octavo {
 namespace OCTAVO_ISA {
 
-void quantize_row(const float* x, int64_t k, int8_t* values, float* scales, float* sums);
+void quantize_row(const float* x, int64_t k, QuantBlock* out);
 void to_bf16_row(const float* x, int64_t k, uint16_t* out);
 void linear(const LinearArgs& args, int64_t panel_begin, int64_t panel_end);
 
