@@ -29,10 +29,11 @@ class EngineState(StrEnum):
 
 
 class RequestHandle:
-    """A running request: an async iterator of the deltas of all its choices, and `async with`, which cancels what is left on exit.
+    """A running request: an async iterator of the deltas of all its choices, and `async with`, which cancels what is
+    left on exit.
 
-    Ends after the terminal delta of every choice. Deltas of one choice that nobody fetched are merged, so a slow reader costs at most
-    one answer's memory.
+    Ends after the terminal delta of every choice. Deltas of one choice that nobody fetched are merged, so a slow
+    reader costs at most one answer's memory.
     """
 
     prepared: Prepared
@@ -85,7 +86,9 @@ class AsyncEngine:
         raise NotImplementedError
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Loads the model beside the event loop and becomes READY. Raises ConfigError, ModelFileError, ModelUnavailableError."""
+        """Loads the model beside the event loop and becomes READY. Raises ConfigError, ModelFileError,
+        ModelUnavailableError.
+        """
         raise NotImplementedError
 
     def submit(self, prepared: Prepared) -> RequestHandle:
@@ -97,7 +100,9 @@ class AsyncEngine:
         raise NotImplementedError
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for the running ones; aborts what is left after `timeout_s`. True if all finished by themselves."""
+        """Refuses new requests and waits for the running ones; aborts what is left after `timeout_s`. True if all
+        finished by themselves.
+        """
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class ServedModel:
     """A model as clients see it.
 
-    names: what clients may call it, the first is what it calls itself. chat_template: None with `chat_template_error` saying why.
-    max_model_len: prompt plus output in tokens. vocab_size: rows of the embedding that the tokenizer knows; ids from there on are
-    refused. default_sampling: the model's own preferences (generation_config.json), empty when they are switched off.
-    created: Unix time. max_logprobs: the most alternatives a request may ask for, -1 without bound.
-    max_request_tokens: tokens of one sequence that the whole KV cache can hold, None without bound.
+    names: what clients may call it, the first is what it calls itself. chat_template: None with `chat_template_error`
+    saying why. max_model_len: prompt plus output in tokens. vocab_size: rows of the embedding that the tokenizer
+    knows; ids from there on are refused. default_sampling: the model's own preferences (generation_config.json),
+    empty when they are switched off. created: Unix time. max_logprobs: the most alternatives a request may ask for,
+    -1 without bound. max_request_tokens: tokens of one sequence that the whole KV cache can hold, None without bound.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,6 @@
-"""What comes back: finished results in vLLM's shapes for the offline `LLM`, and `Delta`s for streams. Plain values, no behaviour."""
+"""What comes back: finished results in vLLM's shapes for the offline `LLM`, and `Delta`s for streams. Plain values,
+no behaviour.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class Logprob:
 class CompletionOutput:
     """One choice. `logprobs` has one mapping per generated token: the token itself first, then the most likely ones.
 
-    `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop string or stop token id that ended it, None for
-    end-of-sequence. `cumulative_logprob` sums the tokens' own logprobs, None unless logprobs were asked for.
+    `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop string or stop token id that ended it, None
+    for end-of-sequence. `cumulative_logprob` sums the tokens' own logprobs, None unless logprobs were asked for.
     """
 
     index: int
@@ -38,7 +40,8 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its choices. `prompt` is None when the prompt was given as token ids.
 
-    `prompt_logprobs` has one entry per prompt token, the first None. `num_cached_tokens` counts prompt tokens whose KV was reused.
+    `prompt_logprobs` has one entry per prompt token, the first None. `num_cached_tokens` counts prompt tokens whose
+    KV was reused.
     """
 
     request_id: str
@@ -52,7 +55,9 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TopEntry:
-    """One of the most likely tokens at a position. `bytes` are the token's own, also when they are no complete character."""
+    """One of the most likely tokens at a position. `bytes` are the token's own, also when they are no complete
+    character.
+    """
 
     token_id: int
     token: str
@@ -62,7 +67,8 @@ class TopEntry:
 
 @dataclass(frozen=True, slots=True)
 class LogprobEntry:
-    """The token at a position, its log-probability and 1-based rank, and as many of the most likely tokens as were asked for.
+    """The token at a position, its log-probability and 1-based rank, and as many of the most likely tokens as were
+    asked for.
 
     `top` is in descending probability and holds the token itself only if it is among them.
     """
@@ -77,11 +83,13 @@ class LogprobEntry:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of one choice. The deltas of a choice, joined, are its whole answer; exactly one, the last, has a `finish_reason`.
+    """News of one choice. The deltas of a choice, joined, are its whole answer; exactly one, the last, has a
+    `finish_reason`.
 
-    index: the choice. text: final text that no later token can change. token_ids: new tokens; their text may come in a later delta.
-    logprobs: parallel to token_ids when asked for. prompt_logprobs, num_cached_tokens: in the first delta of a choice only.
-    stop_reason: the stop string or stop token id that ended it. error: set when finish_reason is ERROR.
+    index: the choice. text: final text that no later token can change. token_ids: new tokens; their text may come in
+    a later delta. logprobs: parallel to token_ids when asked for. prompt_logprobs, num_cached_tokens: in the first
+    delta of a choice only. stop_reason: the stop string or stop token id that ended it. error: set when finish_reason
+    is ERROR.
     """
 
     index: int

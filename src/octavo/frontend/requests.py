@@ -1,4 +1,5 @@
-"""From text and parameters to `GenerateRequest`s: the last place that sees text, and the door for everything that needs the model.
+"""From text and parameters to `GenerateRequest`s: the last place that sees text, and the door for everything that
+needs the model.
 
 Knows no HTTP and no engine.
 """
@@ -16,7 +17,9 @@ from octavo.frontend.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A validated request: n engine requests with one prompt. `prompt` is the rendered text, None when ids were given."""
+    """A validated request: n engine requests with one prompt. `prompt` is the rendered text, None when ids were
+    given.
+    """
 
     requests: tuple[GenerateRequest, ...]
     prompt: str | None
@@ -30,7 +33,9 @@ class Prepared:
 
 
 class RequestBuilder:
-    """Builds and validates requests for one model. Thread-safe; raises InvalidRequestError and its kin, never anything else for bad input."""
+    """Builds and validates requests for one model. Thread-safe; raises InvalidRequestError and its kin, never
+    anything else for bad input.
+    """
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
@@ -63,5 +68,7 @@ class RequestBuilder:
         cache_salt: str | None = None,
         arrival_s: float | None = None,
     ) -> Prepared:
-        """An answer to a conversation, through the model's chat template. Raises InvalidRequestError, ContextLengthError."""
+        """An answer to a conversation, through the model's chat template. Raises InvalidRequestError,
+        ContextLengthError.
+        """
         raise NotImplementedError
