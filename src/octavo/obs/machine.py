@@ -1,6 +1,7 @@
 """How much memory this process may use: the machine's, cut by the control groups (v1 and v2) that hold the process.
 
-Sources: proc(5), cgroups(7), and the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Knows nothing of models or caches.
+Sources: proc(5), cgroups(7), and the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Knows nothing of
+models or caches.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _V2 = _Hierarchy("memory.max", "memory.current", "inactive_file")
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes this process can still take without swapping or being killed: the least of the machine's MemAvailable and, for each
-    control group above the process, its limit minus its use. Page cache that was not used lately counts as free.
+    """Bytes this process can still take without swapping or being killed.
 
-    `root` is the directory under which proc and sys are found (tests give their own).
+    It is the least of the machine's MemAvailable and, for each control group above the process, limit minus use.
+    Page cache not used lately counts as free. `root` is the directory under which proc and sys are found (tests
+    give their own).
     """
     free = _meminfo(root)["MemAvailable"]
     for group, files in _groups(root):
@@ -40,7 +42,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def total_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory of the machine, or the smallest limit of the control groups above this process. `root` as above."""
+    """Bytes of memory of the machine, or the smallest limit of the groups above this process. `root` as above."""
     limits = [_number(group / files.limit) for group, files in _groups(root)]
     return min([_meminfo(root)["MemTotal"], *(limit for limit in limits if limit is not None)])
 
@@ -53,7 +55,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Hierarchy]]:
-    """Directories of the memory-controlling groups of this process, each hierarchy from the leaf up to its mount point."""
+    """Directories of the memory-controlling groups of this process, leaf first, up to the hierarchy's mount point."""
     for line in _lines(root / "proc/self/cgroup"):
         identifier, controllers, path = line.split(":", 2)
         if identifier == "0" and not controllers:
@@ -64,8 +66,8 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Hierarchy]]:
             continue
         for mount_root, mount_point in _mounts(root, files):
             point = root / mount_point.lstrip("/")
-            # A container without a cgroup namespace names the group from the host's root but mounts only its own subtree.
-            # One that lies elsewhere ("/../x") cannot be seen; then the mounted group is the best there is.
+            # A container without a cgroup namespace names the group from the host's root but mounts only its own
+            # subtree. One that lies elsewhere ("/../x") cannot be seen; then the mounted group is the best there is.
             group = PurePosixPath(path)
             inside = group.is_relative_to(mount_root) and ".." not in group.parts
             leaf = point / group.relative_to(mount_root) if inside else point

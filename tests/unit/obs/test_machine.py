@@ -10,7 +10,7 @@ MIB = 1024 * 1024
 
 
 def make_root(root: Path, *, cgroup: str, mountinfo: str, files: dict[str, str]) -> Path:
-    meminfo = f"MemTotal:  {16 * 1024 * 1024} kB\nMemFree:  1024 kB\nMemAvailable:  {8 * 1024 * 1024} kB\nHugePages_Total:  0\n"
+    meminfo = f"MemTotal: {16 * 1024 * 1024} kB\nMemAvailable:  {8 * 1024 * 1024} kB\nHugePages_Total:  0\n"
     contents = {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup, "proc/self/mountinfo": mountinfo, **files}
     for name, text in contents.items():
         path = root / name
