@@ -7,7 +7,7 @@
 namespace octavo {
 namespace OCTAVO_ISA {
 #ifdef OCTAVO_ABSENT_linear
-void quantize_row(const float*, int64_t, int8_t*, float*, float*) { abort(); }
+void quantize_row(const float*, int64_t, QuantBlock*) { abort(); }
 void to_bf16_row(const float*, int64_t, uint16_t*) { abort(); }
 void linear(const LinearArgs&, int64_t, int64_t) { abort(); }
 #endif
@@ -20,12 +20,6 @@ void rope(const float*, int64_t, int64_t, int64_t, bool, const float*, const flo
 #ifdef OCTAVO_ABSENT_attention
 void kv_write(const KvCache&, const float*, const float*, int32_t, int32_t) { abort(); }
 void attend(const AttendArgs&) { abort(); }
-#endif
-#ifdef OCTAVO_ABSENT_sampling
-float max_value(const float*, int64_t) { abort(); }
-int32_t argmax(const float*, int64_t) { abort(); }
-float log_sum_exp(const float*, int64_t) { abort(); }
-int32_t sample_row(const SampleArgs&) { abort(); }
 #endif
 }  // namespace OCTAVO_ISA
 }  // namespace octavo

@@ -9,6 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernels/half.h"
+
 #if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512)
 #include <immintrin.h>
 #endif
@@ -18,21 +20,6 @@ namespace OCTAVO_ISA {
 namespace {
 
 inline constexpr int kLanes = 16;
-
-// bf16 is the upper half of a float32; conversion rounds to nearest even. NaN becomes a quiet NaN.
-inline float bf16_to_float(uint16_t value) {
-  const uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float result;
-  memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
-inline uint16_t float_to_bf16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 #if defined(OCTAVO_ISA_avx512)
 
@@ -82,6 +69,8 @@ inline F16 first_lanes(int n, F16 b, F16 a) {
 inline F16 where_less(F16 x, F16 y, F16 b, F16 a) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_LT_OQ), a.v, b.v)};
 }
+// Bit i is set where a >= b in lane i (not where unordered).
+inline uint32_t mask_at_least(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 
 #elif defined(OCTAVO_ISA_avx2)
 
@@ -153,6 +142,11 @@ inline F16 where_less(F16 x, F16 y, F16 b, F16 a) {
   return {_mm256_blendv_ps(a.lo, b.lo, _mm256_cmp_ps(x.lo, y.lo, _CMP_LT_OQ)),
           _mm256_blendv_ps(a.hi, b.hi, _mm256_cmp_ps(x.hi, y.hi, _CMP_LT_OQ))};
 }
+inline uint32_t mask_at_least(F16 a, F16 b) {
+  const int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ));
+  const int hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+  return static_cast<uint32_t>(lo) | static_cast<uint32_t>(hi) << 8;
+}
 
 #else  // portable: the definition
 
@@ -180,19 +174,6 @@ inline F16 load_bf16(const uint16_t* p) {
   for (int i = 0; i < kLanes; ++i) r.v[i] = bf16_to_float(p[i]);
   return r;
 }
-inline float f16_to_float(uint16_t value) {
-  const uint32_t sign = static_cast<uint32_t>(value & 0x8000u) << 16;
-  const uint32_t exponent = (value >> 10) & 0x1fu;
-  const uint32_t mantissa = value & 0x3ffu;
-  if (exponent == 0) {  // zero or subnormal: exact in float32
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign ? -magnitude : magnitude;
-  }
-  const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (mantissa << 13);
-  float result;
-  memcpy(&result, &bits, sizeof result);
-  return result;
-}
 inline F16 load_f16(const uint16_t* p) {
   F16 r;
   for (int i = 0; i < kLanes; ++i) r.v[i] = f16_to_float(p[i]);
@@ -215,6 +196,11 @@ inline F16 first_lanes(int n, F16 b, F16 a) { OCTAVO_LANEWISE(i < n ? b.v[i] : a
 inline F16 where_less(F16 x, F16 y, F16 b, F16 a) { OCTAVO_LANEWISE(x.v[i] < y.v[i] ? b.v[i] : a.v[i]); }
 inline F16 to_float(I16 a) { OCTAVO_LANEWISE(static_cast<float>(a.v[i])); }
 #undef OCTAVO_LANEWISE
+inline uint32_t mask_at_least(F16 a, F16 b) {
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= static_cast<uint32_t>(a.v[i] >= b.v[i]) << i;
+  return mask;
+}
 inline I16 round_int(F16 a) {
   I16 r;
   for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<int32_t>(rintf(a.v[i]));
