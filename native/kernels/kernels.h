@@ -79,16 +79,13 @@ struct AttendArgs {
   int32_t kv_head;
 };
 
-// Truncation and temperature of one row's logits, for `sample_row`.
-struct SampleArgs {
-  float* logits;  // [vocab], masked and penalised; overwritten
-  int32_t vocab;
-  float temperature;  // > 0
-  int32_t top_k;      // 0: all
-  float top_p;
-  float min_p;
-  double uniform;     // in (0, 1)
-  int32_t* scratch;   // [vocab]
+inline constexpr int kSampleChunk = 1024;  // the sampling kernels scan and sum a row in chunks of this many values
+
+// What one pass over a row of logits tells.
+struct RowScan {
+  float max;       // of all values but NaN; -inf when there is none
+  int32_t argmax;  // the lowest index that holds it; 0 when there is none
+  bool has_nan;
 };
 
 struct Kernels {
@@ -111,11 +108,16 @@ struct Kernels {
   void (*kv_write)(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset);
   void (*attend)(const AttendArgs& args);
 
-  // sampling
-  float (*max_value)(const float* x, int64_t n);
-  int32_t (*argmax)(const float* x, int64_t n);            // ties: lowest index; NaN never wins
-  float (*log_sum_exp)(const float* x, int64_t n);         // of finite or -inf values
-  int32_t (*sample_row)(const SampleArgs& args);
+  // sampling, one row of n logits at a time
+  // group_max [ceil(n / kSampleChunk) * 16]: element 16 c + i is the maximum of chunk c's values at indices i modulo 16.
+  void (*scan_row)(const float* x, int64_t n, float* group_max, RowScan* result);
+  // out[i] = e^((x[i] - max) * scale), or nothing when out is null, and their sum: within a chunk in float32, lane by lane and then
+  // by the tree of lanes; over the chunks, ascending, in float64. chunk_sums [ceil(n / kSampleChunk)] or null.
+  double (*exponentials)(const float* x, int64_t n, float max, float scale, float* out, double* chunk_sums);
+  // Indices of the values >= threshold, ascending; returns how many.
+  int64_t (*collect)(const float* x, int64_t n, float threshold, int32_t* indices);
+  // 1 + the number of values that come before x[index] in descending order, ties in ascending order of index. No NaN.
+  int64_t (*rank)(const float* x, int64_t n, int64_t index);
 };
 
 namespace portable {

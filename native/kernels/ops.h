@@ -20,10 +20,10 @@ void rope(const float* x, int64_t heads, int64_t head_dim, int64_t rotated_dim, 
 void kv_write(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset);
 void attend(const AttendArgs& args);
 
-float max_value(const float* x, int64_t n);
-int32_t argmax(const float* x, int64_t n);
-float log_sum_exp(const float* x, int64_t n);
-int32_t sample_row(const SampleArgs& args);
+void scan_row(const float* x, int64_t n, float* group_max, RowScan* result);
+double exponentials(const float* x, int64_t n, float max, float scale, float* out, double* chunk_sums);
+int64_t collect(const float* x, int64_t n, float threshold, int32_t* indices);
+int64_t rank(const float* x, int64_t n, int64_t index);
 
 }  // namespace OCTAVO_ISA
 }  // namespace octavo

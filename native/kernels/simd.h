@@ -12,7 +12,11 @@
 #include "kernels/half.h"
 
 #if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpragmas"  // clang does not know the next
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarm about GCC's own intrinsics (GCC bug 105593)
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace octavo {

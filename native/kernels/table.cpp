@@ -14,7 +14,7 @@ const Kernels* kernels() {
       quantize_row, to_bf16_row, linear,
       rms_norm, add_rows, silu_mul, rope,
       kv_write, attend,
-      max_value, argmax, log_sum_exp, sample_row,
+      scan_row, exponentials, collect, rank,
   };
   return &table;
 }
