@@ -1,4 +1,4 @@
-"""What a model is, as data: the shape that one forward (`octavo.models.decoder`) needs, and the names of its weights.
+"""What a model is, as data: the shape that one forward (`octavo.models.decoder`) needs, and the shapes of its weights.
 
 A family maps a checkpoint's own config and tensor names to these. Knows nothing of files, backends or requests.
 """
@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.contracts import KVGroup, Retention
 from octavo.ops import Activation, Rope
+from octavo.quant import RawTensor
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +41,34 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Attention window of a layer in tokens, None for full."""
         return self.windows[layer] if self.windows else None
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> logical shape of every weight, in the order of use. A tied head has none of its own."""
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden)}
+        for layer in range(self.num_layers):
+            at = f"layers.{layer}."
+            shapes[at + "attn_norm"] = (self.hidden,)
+            for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+                shapes[at + name] = (width, self.hidden)
+                if self.qkv_bias:
+                    shapes[f"{at}{name}_bias"] = (width,)
+            shapes[at + "o"] = (self.hidden, q_width)
+            if self.output_bias:
+                shapes[at + "o_bias"] = (self.hidden,)
+            shapes[at + "mlp_norm"] = (self.hidden,)
+            for name, shape in (
+                ("gate", (self.ffn, self.hidden)),
+                ("up", (self.ffn, self.hidden)),
+                ("down", (self.hidden, self.ffn)),
+            ):
+                shapes[at + name] = shape
+                if self.mlp_bias:
+                    shapes[f"{at}{name}_bias"] = shape[:1]
+        shapes["norm"] = (self.hidden,)
+        if not self.tied_head:
+            shapes["head"] = (self.vocab_size, self.hidden)
+        return shapes
+
     def kv_groups(self, bytes_per_value: float) -> tuple[KVGroup, ...]:
         """Layers grouped by retention rule, full attention first, then windows ascending."""
         by_window: dict[int | None, list[int]] = {}
@@ -62,8 +91,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Family(Protocol):
     """A model family: how its configs map to a spec, and its tensors to canonical names.
 
-    Canonical names: `embed`, `head`, `norm`, and per layer i `layers.i.` + `attn_norm`, `q`, `k`, `v`, `o`, `q_bias`, `k_bias`,
-    `v_bias`, `o_bias`, `mlp_norm`, `gate`, `up`, `down`, `gate_bias`, `up_bias`, `down_bias`.
+    Canonical names: `embed`, `head`, `norm`, and per layer i `layers.i.` + `attn_norm`, `q`, `k`, `v`, `o`, `q_bias`,
+    `k_bias`, `v_bias`, `o_bias`, `mlp_norm`, `gate`, `up`, `down`, `gate_bias`, `up_bias`, `down_bias`.
     """
 
     @property
@@ -76,8 +105,11 @@ class Family(Protocol):
         """Values of `architectures[0]` in config.json it takes."""
         ...
 
-    def from_gguf(self, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-        """Spec from GGUF metadata and the shapes of the file's tensors. Raises UnsupportedModelError, ModelFileError."""
+    def from_gguf(self, metadata: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> ModelSpec:
+        """Spec from GGUF metadata and the file's tensors, whose presence, shapes and RoPE factors it uses.
+
+        Raises UnsupportedModelError, ModelFileError.
+        """
         ...
 
     def from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
@@ -85,9 +117,9 @@ class Family(Protocol):
         ...
 
     def gguf_names(self, spec: ModelSpec) -> Mapping[str, str]:
-        """Canonical name -> name in a GGUF file, for every tensor the spec needs."""
+        """Canonical name -> name in a GGUF file, for every weight of the spec."""
         ...
 
     def hf_names(self, spec: ModelSpec) -> Mapping[str, str]:
-        """Canonical name -> name in safetensors files, for every tensor the spec needs."""
+        """Canonical name -> name in safetensors files, for every weight of the spec."""
         ...
