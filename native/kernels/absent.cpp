@@ -1,4 +1,5 @@
-// Temporary: definitions that abort, for kernel files that do not exist yet (CMakeLists.txt defines OCTAVO_ABSENT_<name>).
+// Temporary: definitions that abort, for kernel files that do not exist yet (CMakeLists.txt defines
+// OCTAVO_ABSENT_<name>).
 #include <stdlib.h>
 
 #include "kernels/kernels.h"

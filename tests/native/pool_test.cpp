@@ -1,0 +1,137 @@
+#include "core/pool.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/memory.h"
+
+using octavo::Pool;
+using octavo::test::throws;
+
+namespace {
+
+// Each loop reads what the loop before it wrote, in other tiles: a missing happens-before shows here and under
+// ThreadSanitizer.
+void every_tile_runs_once_and_loops_are_ordered(int threads, int loops) {
+  Pool pool(threads);
+  CHECK(pool.threads() == threads);
+  constexpr int kTiles = 37;
+  std::vector<long> a(kTiles, 0), b(kTiles, 0);
+  for (int loop = 0; loop < loops; ++loop) {
+    pool.parallel_for(kTiles, [&](int tile) { b[tile] = a[(tile + 1) % kTiles] + 1; });
+    pool.parallel_for(kTiles, [&](int tile) { a[tile] = b[(tile + 5) % kTiles]; });
+  }
+  for (int tile = 0; tile < kTiles; ++tile) CHECK(a[tile] == loops);
+}
+
+void edge_counts() {
+  Pool pool(2);
+  std::atomic<int> calls{0};
+  pool.parallel_for(0, [&](int) { ++calls; });
+  pool.parallel_for(-3, [&](int) { ++calls; });
+  CHECK(calls == 0);
+  pool.parallel_for(1, [&](int) { ++calls; });
+  pool.parallel_for(2, [&](int) { ++calls; });
+  CHECK(calls == 3);
+  CHECK(throws<std::invalid_argument>([] { Pool none(0); }));
+  CHECK(throws<std::invalid_argument>([] { Pool many(1025); }));
+}
+
+void exceptions_reach_the_caller() {
+  Pool pool(3);
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> calls{0};
+    CHECK(throws<std::runtime_error>([&] {
+      pool.parallel_for(16, [&](int tile) {
+        ++calls;
+        if (tile % 5 == 0) throw std::runtime_error("tile");
+      });
+    }));
+    CHECK(calls == 16);
+    calls = 0;
+    pool.parallel_for(16, [&](int) { ++calls; });
+    CHECK(calls == 16);
+  }
+}
+
+double cpu_seconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
+         1e-6 * static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+}
+
+void idle_uses_no_cpu_and_wakes_again() {
+  Pool pool(4);
+  std::atomic<int> calls{0};
+  pool.parallel_for(64, [&](int) { ++calls; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // lets the helpers' spin end
+  const double before = cpu_seconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  CHECK(cpu_seconds() - before < 0.02);
+  pool.parallel_for(64, [&](int) { ++calls; });
+  CHECK(calls == 128);
+}
+
+// Waits longer than the spin at the end of a loop, so that the caller sleeps on the futex.
+void slow_tiles() {
+  Pool pool(2);
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<int> calls{0};
+    pool.parallel_for(2, [&](int tile) {
+      std::this_thread::sleep_for(std::chrono::microseconds(tile == 1 ? 500 : 10));
+      ++calls;
+    });
+    CHECK(calls == 2);
+  }
+}
+
+void works_alone_after_fork() {
+  Pool pool(2);
+  std::atomic<int> calls{0};
+  pool.parallel_for(8, [&](int) { ++calls; });
+  const pid_t child = fork();
+  if (child == 0) {
+    calls = 0;
+    pool.parallel_for(8, [&](int) { ++calls; });
+    _exit(calls == 8 ? 0 : 1);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+void memory() {
+  octavo::Arena arena(1000);
+  CHECK(arena.capacity() >= 1000);
+  std::uint8_t* first = arena.allocate(10);
+  std::uint8_t* second = arena.allocate(10);
+  CHECK(reinterpret_cast<std::uintptr_t>(first) % (2 << 20) == 0);
+  CHECK(second - first == 64 && *first == 0);
+  CHECK(throws<std::bad_alloc>([&] { arena.allocate(arena.capacity()); }));
+  CHECK(throws<std::bad_alloc>([&] { arena.allocate(SIZE_MAX); }));
+  CHECK(throws<std::bad_alloc>([&] { octavo::Mapping too_large(SIZE_MAX, octavo::Mapping::Pages::kOrdinary); }));
+  octavo::Mapping mapping(1, octavo::Mapping::Pages::kOrdinary);
+  octavo::Mapping moved = std::move(mapping);
+  CHECK(moved.size() >= 1 && moved.data()[0] == 0);
+}
+
+}  // namespace
+
+int main() {
+  for (const int threads : {1, 2, 3, 16}) every_tile_runs_once_and_loops_are_ordered(threads, 2000 / threads);
+  edge_counts();
+  exceptions_reach_the_caller();
+  idle_uses_no_cpu_and_wakes_again();
+  slow_tiles();
+  works_alone_after_fork();
+  memory();
+  return octavo::test::failures();
+}
