@@ -25,7 +25,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections. Changed copies come from `msgspec.structs.replace`."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """Which model is served, and how it is read."""
 
     model: Annotated[str, Help("catalogue name, .gguf file, Hugging Face folder or repository id")] = "smollm2-135m"
@@ -33,7 +33,9 @@ class ModelConfig(Section):
         tuple[str, ...], Help("names clients may use for the model; default: the model's own", metavar="NAME")
     ] = ()
     revision: Annotated[str | None, Help("branch, tag or commit of a Hugging Face repository")] = None
-    chat_template: Annotated[str | None, Help("file with a Jinja chat template to use instead of the model's own")] = None
+    chat_template: Annotated[str | None, Help("file with a Jinja chat template to use instead of the model's own")] = (
+        None
+    )
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Help("activations, KV cache and unquantized weights; quantized weights stay as stored"),
@@ -42,44 +44,53 @@ class ModelConfig(Section):
         int | None, Help("longest prompt plus output, in tokens; default: the model's own, reduced if it does not fit")
     ] = None
     generation_config: Annotated[
-        Literal["auto", "none"], Help("take default sampling values from the model's generation_config.json (auto) or not")
+        Literal["auto", "none"],
+        Help("take default sampling values from the model's generation_config.json (auto) or not"),
     ] = "auto"
     max_logprobs: Annotated[int, Help("most alternatives a request may ask for in logprobs")] = 20
 
 
-class CacheConfig(Section):
+class CacheConfig(Section, frozen=True, kw_only=True):
     """Memory for the KV cache."""
 
     block_size: Annotated[Literal[8, 16, 32], Help("tokens per KV block")] = 16
     kv_cache_memory: Annotated[
-        str | None, Help("memory for the KV cache, in bytes or with a suffix (512M, 2G)", aliases=("--kv-cache-memory-bytes",))
+        str | None,
+        Help("memory for the KV cache, in bytes or with a suffix (512M, 2G)", aliases=("--kv-cache-memory-bytes",)),
     ] = None
     gpu_memory_utilization: Annotated[
-        float | None, Help("share of the device's free memory (on a CPU: RAM) to use for weights and KV cache", metavar="SHARE")
+        float | None,
+        Help("share of the device's free memory (on a CPU: RAM) to use for weights and KV cache", metavar="SHARE"),
     ] = None
     enable_prefix_caching: Annotated[bool, Help("reuse the KV blocks of equal prompt beginnings")] = True
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True, kw_only=True):
     """What runs together in a step."""
 
     max_num_seqs: Annotated[int, Help("most sequences that run at once")] = 64
-    max_num_batched_tokens: Annotated[int, Help("most tokens computed in one step")] = 512
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Help("most tokens computed in one step; default: 512, or the context length when prompts are not split"),
+    ] = None
     enable_chunked_prefill: Annotated[bool, Help("split long prompts over several steps beside running decodes")] = True
     max_num_queued_reqs: Annotated[
-        int | None, Help("most requests waiting or running; further ones get 429 (n counts n times); default: 16 x max-num-seqs")
+        int | None,
+        Help("most requests waiting or running; further ones get 429 (n counts n times); default: 16 x max-num-seqs"),
     ] = None
 
 
-class BackendConfig(Section):
+class BackendConfig(Section, frozen=True, kw_only=True):
     """What computes."""
 
     backend: Annotated[Literal["auto", "cpu", "numpy"], Help("cpu is native, numpy the readable reference")] = "auto"
     threads: Annotated[int | None, Help("threads of the native backend; default: the CPUs this process may use")] = None
-    engine_process: Annotated[bool, Help("run the engine in a child process, so that a native crash is survived")] = False
+    engine_process: Annotated[bool, Help("run the engine in a child process, so that a native crash is survived")] = (
+        False
+    )
 
 
-class ServerConfig(Section):
+class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
     host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
@@ -97,7 +108,7 @@ class ServerConfig(Section):
     disable_log_requests: Annotated[bool, Help("no log line per request")] = True
 
 
-class Config(Section):
+class Config(Section, frozen=True, kw_only=True):
     """Everything `octavo serve` and `LLM` are configured by."""
 
     model: ModelConfig = ModelConfig()

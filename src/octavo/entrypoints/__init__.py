@@ -1,1 +1,1 @@
-""""""
+"""Module paths that people's old start scripts name."""

@@ -1,1 +1,1 @@
-""""""
+"""Facts about the running server: the event log and its sinks."""

@@ -1,0 +1,66 @@
+"""`octavo VERB`: finds the verb and runs it. Each verb is a module of this package and is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from octavo.cli.flags import Parser
+from octavo.errors import ConfigError, OctavoError
+
+VERBS = {
+    "serve": "serve a model to OpenAI clients",
+    "chat": "talk to a model in the terminal",
+    "complete": "continue a text",
+    "pull": "fetch a model of the catalogue",
+    "inspect": "show what a model is and what of it fits this machine",
+    "doctor": "show what this machine offers and what octavo makes of it",
+    "mock": "a server without a model, for practising clients",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status: 0 fine, 1 failed, 2 wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    parser = Parser(prog="octavo", description="An LLM inference server that gives the same bits whatever the load.")
+    parser.add_argument("--version", action="version", version=_version())
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=Parser)
+    wanted = arguments[0] if arguments else None
+    for verb, text in VERBS.items():
+        if verb == wanted:
+            importlib.import_module(f"octavo.cli.{verb}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(verb, help=text, add_help=False)
+    parsed = parser.parse_args(arguments)
+    if not hasattr(parsed, "run"):
+        parser.print_help()
+        return 2
+    return run(parsed)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Runs a parsed verb; errors meant for users become one line on stderr."""
+    try:
+        status: int = parsed.run(parsed)
+    except OctavoError as error:
+        print(f"octavo: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    return status
+
+
+def _version() -> str:
+    from octavo import __version__
+
+    return f"octavo {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""`python -m octavo.entrypoints.openai.api_server --model M --port P`: the same as `octavo serve`."""
+
+from __future__ import annotations
+
+import sys
+
+from octavo.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))

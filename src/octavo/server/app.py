@@ -1,0 +1,137 @@
+"""The ASGI application: one door for every request (key, errors, timing), then a table of routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.config import Config
+from octavo.errors import InvalidRequestError
+from octavo.frontend.engine import AsyncEngine
+from octavo.obs.events import EventLog, HttpRequestDone, RequestRefused
+from octavo.obs.metrics import Metrics
+from octavo.server import utility
+from octavo.server.auth import OPEN_PATHS, Keys
+from octavo.server.chat import chat_completions
+from octavo.server.completions import completions
+from octavo.server.context import Context
+from octavo.server.errors import error_object, error_response
+
+Handler = Callable[[Context, Request], Awaitable[ASGIApp]]
+
+
+class NotFound(InvalidRequestError):
+    """No such route."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowed(InvalidRequestError):
+    """The route exists, for other methods."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class App:
+    """The server's ASGI app. `metrics` is a sink that the caller has added to `events`."""
+
+    def __init__(self, config: Config, engine: AsyncEngine, events: EventLog, metrics: Metrics) -> None:
+        self.context = Context(config, engine, events)
+        self._events = events
+        self._keys = Keys(config.server.api_key)
+        self._routes: list[tuple[Route, Handler]] = [
+            (Route(path, _unused, methods=[method]), handler)
+            for method, path, handler in (
+                ("POST", "/v1/chat/completions", chat_completions),
+                ("POST", "/v1/completions", completions),
+                ("GET", "/v1/models", utility.models),
+                ("GET", "/v1/models/{name:path}", utility.one_model),
+                ("POST", "/tokenize", utility.tokenize),
+                ("POST", "/detokenize", utility.detokenize),
+                ("GET", "/health", utility.ready),
+                ("GET", "/ready", utility.ready),
+                ("GET", "/live", utility.live),
+                ("GET", "/version", utility.version),
+                ("GET", "/metrics", utility.MetricsRoute(metrics)),
+            )
+        ]
+
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """(method, path pattern) of every route."""
+        return [
+            (method, route.path)
+            for route, _ in self._routes
+            for method in sorted(route.methods or ())
+            if method != "HEAD"
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or answers the lifespan protocol."""
+        if scope["type"] != "http":
+            await self._lifespan(scope, receive, send)
+            return
+        began = time.perf_counter()
+        status, started = 500, False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+            await send(message)
+
+        route: Route | None = None
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                scope["octavo.tenant"] = self._keys.tenant(scope)
+            route, handler = self._match(scope)
+            response = await handler(self.context, Request(scope, receive))
+            await response(scope, receive, watched_send)
+        except ClientDisconnect:
+            status = 499
+        except Exception as error:
+            if started:
+                raise
+            response = error_response(error)
+            if response.status_code != 401 or scope["path"] in {path for _, path in self.routes}:
+                self._events.emit(
+                    RequestRefused(
+                        route.path if route else "none", response.status_code, str(error_object(error)["code"])
+                    )
+                )
+            await response(scope, receive, watched_send)
+        finally:
+            duration_s = time.perf_counter() - began
+            self._events.emit(HttpRequestDone(route.path if route else "none", scope["method"], status, duration_s))
+
+    def _match(self, scope: Scope) -> tuple[Route, Handler]:
+        known_path = False
+        for route, handler in self._routes:
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(child)
+                return route, handler
+            known_path = known_path or match is Match.PARTIAL
+        if known_path:
+            raise MethodNotAllowed(f"{scope['method']} is not allowed for this path")
+        raise NotFound("no such path; the API is under /v1")
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            raise HTTPException(400, "only HTTP is served")
+        while True:
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+
+
+async def _unused(request: Request) -> ASGIApp:
+    raise AssertionError("routes are only matched here; App calls the handlers")

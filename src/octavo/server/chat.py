@@ -1,0 +1,180 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from octavo.errors import InvalidRequestError
+from octavo.frontend.outputs import Delta, LogprobEntry
+from octavo.frontend.requests import Prepared
+from octavo.server.auth import tenant_of
+from octavo.server.context import Context, client_request_id
+from octavo.server.generation import (
+    Ids,
+    UsageCount,
+    finite,
+    json_response,
+    prompt_logprobs_json,
+    stream,
+    stream_options,
+    token_string,
+    whole,
+)
+from octavo.server.protocol import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTopLogprob,
+)
+
+
+async def chat_completions(context: Context, request: Request) -> ASGIApp:
+    """Answers a conversation."""
+    body, size = await context.body(request, ChatCompletionRequest)
+    model = context.model_name(body.model)
+    options = stream_options(body.stream, body.stream_options)
+    headers = {"x-request-id": echoed} if (echoed := client_request_id(request, body.request_id)) else {}
+    prepared = await context.off_loop(size, lambda: _prepare(context, request, body))
+    ids, usage = Ids("chatcmpl", model), UsageCount([prepared])
+    if not body.stream:
+        return await _whole(context, request, body, prepared, ids, usage, headers)
+
+    started: set[int] = set()
+    quiet_usage = None if options.include_usage else UNSET
+
+    def render(_: int, delta: Delta) -> Iterable[msgspec.Struct]:
+        usage.take(0, delta)
+        now = usage.usage() if options.continuous_usage_stats else quiet_usage
+        if delta.index not in started:
+            prompt_ids = prepared.prompt_token_ids if body.return_token_ids and not started else UNSET
+            started.add(delta.index)
+            opening = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
+            yield ChatChunk(**ids.fields(), choices=[opening], usage=now, prompt_token_ids=prompt_ids)
+        if not (delta.text or delta.finish_reason or delta.logprobs or (delta.token_ids and body.return_token_ids)):
+            return
+        choice = ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            logprobs=_logprobs(delta.logprobs, body) if delta.logprobs else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
+            token_ids=delta.token_ids if body.return_token_ids else UNSET,
+        )
+        yield ChatChunk(**ids.fields(), choices=[choice], usage=now)
+
+    def last() -> msgspec.Struct | None:
+        return ChatChunk(**ids.fields(), choices=[], usage=usage.usage()) if options.include_usage else None
+
+    return await stream(context, request, [prepared], render, last, headers)
+
+
+def _prepare(context: Context, request: Request, body: ChatCompletionRequest) -> Prepared:
+    if (
+        body.max_tokens is not None
+        and body.max_completion_tokens is not None
+        and body.max_tokens != body.max_completion_tokens
+    ):
+        raise InvalidRequestError(
+            "max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= context.model.max_logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs is {body.top_logprobs}; it must be between 0 and {context.model.max_logprobs}",
+            param="top_logprobs",
+        )
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if limit is not None and limit < 1:
+        field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+        raise InvalidRequestError(f"{field} is {limit}; it must be at least 1", param=field)
+    if body.add_special_tokens:
+        raise InvalidRequestError(
+            "add_special_tokens is true; a chat template writes its own special tokens", param="add_special_tokens"
+        )
+    params = msgspec.structs.replace(
+        body.sampling(context.model.default_sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
+        max_tokens=limit,
+    )
+    return context.engine.builder.build_chat(
+        body.messages,
+        params,
+        add_generation_prompt=body.add_generation_prompt
+        if body.add_generation_prompt is not None
+        else not body.continue_final_message,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+        tenant=tenant_of(request),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+    )
+
+
+async def _whole(
+    context: Context,
+    request: Request,
+    body: ChatCompletionRequest,
+    prepared: Prepared,
+    ids: Ids,
+    usage: UsageCount,
+    headers: dict[str, str],
+) -> ASGIApp:
+    deltas: list[list[Delta]] = [[] for _ in range(prepared.num_choices)]
+
+    def take(_: int, delta: Delta) -> None:
+        usage.take(0, delta)
+        deltas[delta.index].append(delta)
+
+    await whole(context, request, [prepared], take)
+    prompt_logprobs = deltas[0][0].prompt_logprobs
+    return json_response(
+        ChatCompletion(
+            **ids.fields(),
+            choices=[_choice(index, of_choice, body) for index, of_choice in enumerate(deltas)],
+            usage=usage.usage(),
+            prompt_logprobs=prompt_logprobs_json(prompt_logprobs) if prompt_logprobs is not None else UNSET,
+            prompt_token_ids=prepared.prompt_token_ids if body.return_token_ids else UNSET,
+        ),
+        headers,
+    )
+
+
+def _choice(index: int, deltas: Sequence[Delta], body: ChatCompletionRequest) -> ChatChoice:
+    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return ChatChoice(
+        index=index,
+        message=ChatMessage("".join(delta.text for delta in deltas)),
+        logprobs=_logprobs(entries, body) if body.logprobs else None,
+        finish_reason=str(deltas[-1].finish_reason),
+        stop_reason=deltas[-1].stop_reason,
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids) if body.return_token_ids else UNSET,
+    )
+
+
+def _logprobs(entries: Sequence[LogprobEntry], body: ChatCompletionRequest) -> ChatLogprobs:
+    as_id = bool(body.return_tokens_as_token_ids)
+    return ChatLogprobs(
+        [
+            ChatLogprob(
+                token_string(entry.token, entry.token_id, as_id),
+                finite(entry.logprob),
+                list(entry.bytes),
+                [
+                    ChatTopLogprob(token_string(top.token, top.token_id, as_id), finite(top.logprob), list(top.bytes))
+                    for top in entry.top[: body.top_logprobs or 0]
+                ],
+            )
+            for entry in entries
+        ]
+    )

@@ -1,0 +1,165 @@
+"""What chat and text completions share: running a request whole or as a stream, usage, and how an early end is told."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from octavo.contracts import FinishReason
+from octavo.errors import EngineError, InvalidRequestError, NotReadyError, OctavoError
+from octavo.frontend.outputs import Delta, LogprobEntry
+from octavo.frontend.requests import Prepared
+from octavo.server.context import Context
+from octavo.server.errors import error_body
+from octavo.server.protocol import PromptTokensDetails, StreamOptions, Usage
+from octavo.server.sse import DONE, EventStream, event
+
+LOGPROB_FLOOR = -9999.0  # JSON has no -inf
+_encoder = msgspec.json.Encoder()
+
+
+class Ids:
+    """Identity of one answer: `id` with the API's prefix, creation time, the model's name as asked for."""
+
+    def __init__(self, prefix: str, model: str) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+
+    def fields(self) -> dict[str, Any]:
+        """As keyword arguments of a response struct."""
+        return {"id": self.id, "created": self.created, "model": self.model}
+
+
+class UsageCount:
+    """Adds up token counts over the deltas of a call. The prompt of each prepared request counts once."""
+
+    def __init__(self, prepared: Sequence[Prepared]) -> None:
+        self._prompt_tokens = sum(len(one.prompt_token_ids) for one in prepared)
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        """Counts one delta of the request number `prompt`."""
+        self._completion_tokens += len(delta.token_ids)
+        if delta.num_cached_tokens is not None:
+            self._cached[prompt] = max(self._cached.get(prompt, 0), delta.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        """Counts so far."""
+        return Usage(
+            self._prompt_tokens,
+            self._completion_tokens,
+            self._prompt_tokens + self._completion_tokens,
+            PromptTokensDetails(sum(self._cached.values())),
+        )
+
+
+def failure(delta: Delta) -> OctavoError | None:
+    """The error that ended a choice, also when the server had to abort it; None for a natural end or none yet."""
+    if delta.finish_reason is FinishReason.ERROR:
+        return delta.error or EngineError("the engine failed; try again")
+    if delta.finish_reason is FinishReason.ABORT:
+        return NotReadyError("the request was aborted because the server is shutting down; try again later")
+    return None
+
+
+def stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
+    """Checked options. Raises InvalidRequestError when they are given for an answer that is no stream."""
+    if options is not None and not stream:
+        raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
+    return options or StreamOptions()
+
+
+async def whole(
+    context: Context, request: Request, prepared: Sequence[Prepared], take: Callable[[int, Delta], None]
+) -> None:
+    """Runs to the end, handing each delta to `take(prompt, delta)`. Raises the error of the first choice that failed."""
+    async with context.generate(request, prepared) as deltas:
+        async for prompt, delta in deltas:
+            if (error := failure(delta)) is not None:
+                raise error
+            take(prompt, delta)
+
+
+async def stream(
+    context: Context,
+    request: Request,
+    prepared: Sequence[Prepared],
+    render: Callable[[int, Delta], Iterable[msgspec.Struct]],
+    last: Callable[[], msgspec.Struct | None],
+    headers: dict[str, str],
+) -> ASGIApp:
+    """Runs as a stream: chunks of `render(prompt, delta)`, then `last()` if any, then [DONE].
+
+    An error before the first delta is raised, so that it becomes a plain HTTP error; a later one is an error event that ends the
+    stream without a finish reason.
+    """
+    stack = contextlib.AsyncExitStack()
+    try:
+        deltas = await stack.enter_async_context(context.generate(request, prepared))
+        first_prompt, first = await anext(deltas)
+        if (error := failure(first)) is not None:
+            raise error
+    except BaseException:
+        await stack.aclose()
+        raise
+
+    async def pieces() -> AsyncIterator[bytes]:
+        async with stack:
+            for chunk in render(first_prompt, first):
+                yield event(_encoder.encode(chunk))
+            async for prompt, delta in deltas:
+                if (failed := failure(delta)) is not None:
+                    yield event(error_body(failed))
+                    return
+                for chunk in render(prompt, delta):
+                    yield event(_encoder.encode(chunk))
+            if (closing := last()) is not None:
+                yield event(_encoder.encode(closing))
+            yield DONE
+
+    return EventStream(pieces(), headers)
+
+
+def json_response(body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
+    """A 200 with a struct as JSON."""
+    return Response(_encoder.encode(body), 200, headers, media_type="application/json")
+
+
+def finite(logprob: float) -> float:
+    """A logprob as JSON can hold it."""
+    return max(logprob, LOGPROB_FLOOR)
+
+
+def token_string(token: str, token_id: int, as_id: bool) -> str:
+    """A token's text, or `token_id:N` when the request wants ids instead (return_tokens_as_token_ids)."""
+    return f"token_id:{token_id}" if as_id else token
+
+
+def prompt_logprobs_json(entries: Sequence[LogprobEntry | None]) -> list[dict[str, dict[str, Any]] | None]:
+    """Prompt logprobs in vLLM's shape: per position a mapping from token id to logprob, rank and text; the first is null."""
+    result: list[dict[str, dict[str, Any]] | None] = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        position = {
+            str(top.token_id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.token}
+            for rank, top in enumerate(entry.top, start=1)
+        }
+        position[str(entry.token_id)] = {
+            "logprob": finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.token,
+        }
+        result.append(position)
+    return result

@@ -1,0 +1,361 @@
+"""Request and response structs of the HTTP API, and their strict decoding.
+
+Every field is implemented, or refused by name. Names are OpenAI's, extensions vLLM's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from octavo.errors import InvalidRequestError, UnsupportedFieldError
+from octavo.frontend.params import SamplingParams
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_usage`: one chunk with usage before [DONE]. `continuous_usage_stats`: usage so far in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that chat and text completions share. None means not given."""
+
+    model: str | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    user: str | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def sampling(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
+        """Sampling parameters: the request's values, else the model's defaults, else OpenAI's."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
+        if (temperature := given.get("temperature")) is not None and temperature > 2:
+            raise InvalidRequestError(f"temperature is {temperature}; it must be between 0 and 2", param="temperature")
+        return SamplingParams(**{**defaults, **given, **{k: v for k, v in own.items() if v is not None}})
+
+
+_SAMPLING_FIELDS = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "n", "seed", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "temperature", "top_p", "top_k", "min_p", "allowed_token_ids", "bad_words",
+    "skip_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise InvalidRequestError(
+            f'logit_bias has the key {key[:40]!r}; keys are token ids such as "123"', param="logit_bias"
+        )
+    return int(key)
+
+
+class ChatCompletionRequest(_Generation, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(_Generation, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: of a `prompt` (control tokens recognised) or of chat `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# Fields that exist in the API but that this server does not have. A neutral value is no request for the feature.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+    "chat_template": (),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "prompt_cache_key": (),
+    "safety_identifier": (),
+    "logprob_token_ids": (),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": (),
+    "vllm_xargs": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "include_reasoning": (True,),
+}
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def decode(body: bytes, kind: type[R]) -> R:
+    """Decodes a request body.
+
+    Raises InvalidRequestError that names the field: malformed JSON, NaN or lone surrogates, wrong types, unknown or missing
+    fields; UnsupportedFieldError for a field of the API that is not built.
+    """
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise InvalidRequestError(f"the body is a JSON {type(raw).__name__}; expected an object")
+    known = kind.__struct_fields__
+    for name in [name for name in raw if name not in known]:
+        if name in _NOT_BUILT:
+            value = raw.pop(name)
+            if value is not None and value not in _NOT_BUILT[name]:
+                raise UnsupportedFieldError(f"{name} is not supported by this server", param=name)
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidRequestError(f"unknown field {name[:80]!r}{hint}", param=name[:80])
+    try:
+        return msgspec.convert(raw, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{error}", param=_field_of(str(error))) from None
+
+
+def _field_of(message: str) -> str | None:
+    """The top-level field of a msgspec message such as "Expected `int`, got `str` - at `$.n`"."""
+    _, found, path = message.partition("`$.")
+    if found:
+        return path.split("`")[0].split(".")[0].split("[")[0] or None
+    _, found, name = message.partition("required field `")
+    return name.split("`")[0] if found else None
+
+
+# --- responses ------------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How many prompt tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a request: the prompt once, completions of all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class ChatTopLogprob(msgspec.Struct, frozen=True):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    """One generated token of a chat answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of a chat choice or delta."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The assistant's answer."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a whole chat answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole chat answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to the message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a chat chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A server-sent event of a chat stream. `usage` is null in all chunks but the last when usage was asked for."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of a text completion: four arrays of equal length. The first prompt token of an echo has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a text completion, whole or in a chunk."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A text completion, whole or a chunk of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    object: str = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of GET /v1/models."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "octavo"
+    parent: None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """GET /v1/models."""
+
+    data: list[ModelCard]
+    object: str = "list"

@@ -1,0 +1,116 @@
+"""Routes beside generation: models, tokens, health, version, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import octavo
+from octavo.errors import EngineDeadError, InvalidRequestError, NotReadyError
+from octavo.frontend.engine import EngineState
+from octavo.obs.metrics import CONTENT_TYPE, Metrics
+from octavo.server.context import Context
+from octavo.server.protocol import DetokenizeRequest, ModelCard, ModelList, TokenizeRequest
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def live(context: Context, request: Request) -> Response:
+    """GET /live: the process answers."""
+    return _json({"status": "alive"})
+
+
+async def ready(context: Context, request: Request) -> Response:
+    """GET /ready and /health: 200 while the model serves; 503 while it loads, drains or after the engine died."""
+    state = context.engine.state
+    if state is EngineState.READY:
+        return _json({"status": state})
+    raise (EngineDeadError if state is EngineState.DEAD else NotReadyError)(f"the engine is {state}")
+
+
+async def version(context: Context, request: Request) -> Response:
+    """GET /version."""
+    return _json({"version": octavo.__version__})
+
+
+async def models(context: Context, request: Request) -> Response:
+    """GET /v1/models."""
+    return _json(ModelList(_cards(context)))
+
+
+async def one_model(context: Context, request: Request) -> Response:
+    """GET /v1/models/{id}; ids may hold slashes."""
+    name = context.model_name(request.path_params["name"])
+    return _json(next(card for card in _cards(context) if card.id == name))
+
+
+def _cards(context: Context) -> list[ModelCard]:
+    model = context.model
+    return [
+        ModelCard(id=name, created=model.created, max_model_len=model.max_model_len, root=model.names[0])
+        for name in model.names
+    ]
+
+
+async def tokenize(context: Context, request: Request) -> Response:
+    """POST /tokenize."""
+    body, size = await context.body(request, TokenizeRequest)
+    context.model_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", param="prompt")
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        if body.messages is None and getattr(body, name) is not None:
+            raise InvalidRequestError(f"{name} is only allowed with messages", param=name)
+    tokenizer = context.model.tokenizer
+    ids = await context.off_loop(size, lambda: _tokens(context, body))
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": context.model.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+    return _json(answer)
+
+
+def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
+    builder = context.engine.builder
+    if body.prompt is not None:
+        return builder.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    assert body.messages is not None
+    if body.add_special_tokens:
+        raise InvalidRequestError(
+            "add_special_tokens is true; a chat template writes its own special tokens", param="add_special_tokens"
+        )
+    return builder.tokenize_chat(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt
+        if body.add_generation_prompt is not None
+        else not body.continue_final_message,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+async def detokenize(context: Context, request: Request) -> Response:
+    """POST /detokenize."""
+    body, size = await context.body(request, DetokenizeRequest)
+    context.model_name(body.model)
+    vocab_size = context.model.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(f"tokens holds {token}; ids are 0 to {vocab_size - 1}", param="tokens")
+    text = await context.off_loop(size, lambda: context.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return _json({"prompt": text})
+
+
+class MetricsRoute:
+    """GET /metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def __call__(self, context: Context, request: Request) -> Response:
+        """Renders all metrics."""
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
