@@ -88,6 +88,9 @@ class BackendConfig(Section, frozen=True, kw_only=True):
     engine_process: Annotated[bool, Help("run the engine in a child process, so that a native crash is survived")] = (
         False
     )
+    engine_restart: Annotated[
+        bool, Help("with --engine-process: replace an engine that died instead of ending the server")
+    ] = False
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
