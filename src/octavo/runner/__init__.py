@@ -1,1 +1,1 @@
-""""""
+"""Runs step plans on a loaded model."""

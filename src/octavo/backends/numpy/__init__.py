@@ -1,1 +1,5 @@
-""""""
+"""The readable float32 reference backend."""
+
+from octavo.backends.numpy.backend import NumpyBackend
+
+__all__ = ["NumpyBackend"]

@@ -87,7 +87,10 @@ class Fields:
     def refuse_unless_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Refuses by name each given key whose value is not one of those listed: options that change the arithmetic."""
         for key, allowed in neutral.items():
-            if key in self and (value := self._values[self._prefix + key]) not in allowed:
+            if key not in self:
+                continue
+            value = self._values[self._prefix + key]
+            if not isinstance(value, bool | int | float | str) or value not in allowed:
                 raise UnsupportedModelError(
                     f"{self.name(key)} is {_shown(value)}; octavo does not implement this option of a model"
                 )

@@ -1,0 +1,273 @@
+"""The reference backend: every op and format in float32 numpy, written to be read.
+
+It defines what the native backend must compute. Weights are dequantized to float32 once, at load: four bytes per weight,
+whatever the file holds (SmolLM2-135M: 540 MB). K and V are float32. Products go through BLAS, whose order of summation
+depends on the shapes, so equal bits across batch sizes are not promised here as they are by the cpu backend; values
+agree to about 1e-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from octavo.backends.base import F32, I32, BackendModel, Batch, DType, Forward, Progress, Sampler
+from octavo.contracts import KVLayout
+from octavo.errors import ConfigError
+from octavo.ops import Activation, Attention, Rope, RopeStyle, Weight
+from octavo.quant import Format, RawTensor, dequantize, quantize
+
+ARITHMETIC_VERSION = 1
+
+
+class NumpyBackend:
+    """`Backend` in numpy, with dtype float32 (also `auto`) or bfloat16.
+
+    With bfloat16, unquantized matrices, the inputs of products with them, and K and V are rounded to bfloat16; products
+    and sums stay float32.
+    """
+
+    name = "numpy"
+
+    def load(
+        self, forward: Forward, tensors: Mapping[str, RawTensor], *, dtype: DType, progress: Progress | None = None
+    ) -> BackendModel:
+        """Dequantizes all tensors. Raises ConfigError for float16."""
+        if dtype == "float16":
+            raise ConfigError("the numpy backend has no float16; use --dtype float32 or bfloat16", param="dtype")
+        rounded = dtype == "bfloat16"
+        total = sum(tensor.data.nbytes for tensor in tensors.values())
+        done = 0
+        weights: dict[str, Weight] = {}
+        for name, tensor in tensors.items():
+            weights[name] = _weight(tensor, rounded=rounded)
+            done += tensor.data.nbytes
+            if progress is not None:
+                progress(done, total)
+        return NumpyModel(forward, weights, rounded=rounded)
+
+
+class NumpyWeight(msgspec.Struct, frozen=True):
+    """A weight as float32. `rounds_input`: its products take bfloat16 inputs."""
+
+    values: F32
+    rounds_input: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in] for matrices."""
+        return self.values.shape
+
+
+def _weight(tensor: RawTensor, *, rounded: bool) -> NumpyWeight:
+    values = dequantize(tensor)
+    rounds = rounded and len(tensor.shape) == 2 and not tensor.format.quantized
+    return NumpyWeight(values=round_to_bf16(values) if rounds else values, rounds_input=rounds)
+
+
+def round_to_bf16(values: F32) -> F32:
+    """The nearest bfloat16 values (ties to even), as float32."""
+    return dequantize(RawTensor(name="", shape=values.shape, format=Format.BF16, data=quantize(values, Format.BF16)))
+
+
+class NumpyModel:
+    """`BackendModel` of the numpy backend: owns weights and KV cache."""
+
+    def __init__(self, forward: Forward, weights: Mapping[str, Weight], *, rounded: bool) -> None:
+        self._forward = forward
+        self._weights = weights
+        self._rounded = rounded
+        self._layout: KVLayout | None = None
+        self._caches: dict[int, _LayerCache] = {}
+
+    @property
+    def bytes_per_kv_value(self) -> float:
+        """K and V are kept as float32, also when rounded."""
+        return 4.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, as float32."""
+        return sum(weight.values.nbytes for weight in self._weights.values() if isinstance(weight, NumpyWeight))
+
+    @property
+    def arithmetic(self) -> str:
+        """Version and KV format."""
+        return f"numpy-{ARITHMETIC_VERSION}-kv-{'bfloat16' if self._rounded else 'float32'}"
+
+    def allocate_kv(self, layout: KVLayout) -> None:
+        """Zeroed arrays, whose pages the system commits on first write."""
+        self._caches = {
+            layer: _LayerCache(layout, group, kv_heads=kv_group.num_kv_heads, head_dim=kv_group.head_dim)
+            for group, kv_group in enumerate(layout.groups)
+            for layer in kv_group.layers
+        }
+
+    def forward(self, batch: Batch) -> F32:
+        """See `BackendModel`. The result is a new array."""
+        ops = NumpyOps(batch, self._caches, rounded=self._rounded)
+        logits: F32 = self._forward(ops, self._weights, _Inputs(batch.tokens, batch.logit_rows))
+        return logits
+
+    def make_sampler(self, max_num_seqs: int) -> Sampler:
+        """The numpy sampler."""
+        from octavo.backends.numpy.sampler import NumpySampler
+
+        return NumpySampler(max_num_seqs)
+
+    def close(self) -> None:
+        """Drops weights and cache."""
+        self._weights = {}
+        self._caches = {}
+
+
+class _Inputs(msgspec.Struct, frozen=True):
+    tokens: I32
+    logit_rows: I32
+
+
+class _LayerCache:
+    """K and V of one layer: [num_blocks, block_size, kv_heads, head_dim], addressed through block tables."""
+
+    def __init__(self, layout: KVLayout, group: int, *, kv_heads: int, head_dim: int) -> None:
+        self.group = group
+        self.block_size = layout.block_size
+        shape = (layout.num_blocks[group], layout.block_size, kv_heads, head_dim)
+        self._k = np.zeros(shape, np.float32)
+        self._v = np.zeros(shape, np.float32)
+
+    def write(self, table: I32, positions: I32, k: F32, v: F32) -> None:
+        """Stores k and v [n, kv_heads, head_dim] at the positions of one row."""
+        blocks, offsets = table[positions // self.block_size], positions % self.block_size
+        self._k[blocks, offsets] = k
+        self._v[blocks, offsets] = v
+
+    def read(self, table: I32, start: int, stop: int) -> tuple[F32, F32]:
+        """K and V [kv_heads, stop - start, head_dim] of positions start..stop-1 of one row."""
+        positions = np.arange(start, stop)
+        blocks, offsets = table[positions // self.block_size], positions % self.block_size
+        return self._k[blocks, offsets].swapaxes(0, 1), self._v[blocks, offsets].swapaxes(0, 1)
+
+
+class NumpyOps:
+    """`Ops` for one step: arrays are float32 [rows, columns]."""
+
+    def __init__(self, batch: Batch, caches: Mapping[int, _LayerCache], *, rounded: bool) -> None:
+        self._batch = batch
+        self._caches = caches
+        self._rounded = rounded
+        self._rotations: dict[Rope, tuple[F32, F32]] = {}
+
+    def embed(self, table: Any, tokens: I32) -> F32:
+        """Rows of the dequantized table."""
+        embedded: F32 = table.values[tokens]
+        return embedded
+
+    def norm(self, x: F32, weight: Any, eps: float) -> F32:
+        """x / sqrt(mean(x^2) + eps) * weight."""
+        mean_square = np.mean(x * x, axis=1, keepdims=True)
+        normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * weight.values
+        return normed
+
+    def linear(self, x: F32, weight: Any, bias: Any = None) -> F32:
+        """x weight^T + bias."""
+        inputs = round_to_bf16(x) if weight.rounds_input else x
+        product: F32 = inputs @ weight.values.T
+        return product if bias is None else product + bias.values
+
+    def rope(self, x: F32, rope: Rope) -> F32:
+        """Rotates the pairs (a, b) of each head to (a cos - b sin, b cos + a sin); elements beyond the pairs stay."""
+        cos, sin = self._rotation(rope)
+        pairs = len(rope.inverse_frequencies)
+        heads = x.reshape(len(x), -1, rope.head_dim)
+        if rope.style is RopeStyle.HALVES:
+            first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+        else:
+            first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+        a, b = heads[:, :, first], heads[:, :, second]
+        rotated = heads.copy()
+        rotated[:, :, first] = a * cos - b * sin
+        rotated[:, :, second] = b * cos + a * sin
+        return rotated.reshape(x.shape)
+
+    def _rotation(self, rope: Rope) -> tuple[F32, F32]:
+        """cos and sin [T, 1, pairs] of each token's angles."""
+        if rope not in self._rotations:
+            angles = self._batch.positions[:, np.newaxis, np.newaxis] * np.array(rope.inverse_frequencies, np.float64)
+            self._rotations[rope] = (
+                np.cos(angles).astype(np.float32) * np.float32(rope.magnitude),
+                np.sin(angles).astype(np.float32) * np.float32(rope.magnitude),
+            )
+        return self._rotations[rope]
+
+    def kv_write(self, attention: Attention, k: F32, v: F32) -> None:
+        """Stores K and V, rounded with dtype bfloat16."""
+        if self._rounded:
+            k, v = round_to_bf16(k), round_to_bf16(v)
+        cache = self._caches[attention.layer]
+        shape = (-1, attention.num_kv_heads, attention.head_dim)
+        for tokens, table in self._rows(cache):
+            cache.write(table, self._batch.positions[tokens], k[tokens].reshape(shape), v[tokens].reshape(shape))
+
+    def attention(self, attention: Attention, q: F32) -> F32:
+        """Softmax over all positions at once, row by row of the batch."""
+        cache = self._caches[attention.layer]
+        out = np.empty_like(q)
+        for tokens, table in self._rows(cache):
+            out[tokens] = self._attend(attention, cache, table, self._batch.positions[tokens], q[tokens])
+        return out
+
+    def _attend(self, attention: Attention, cache: _LayerCache, table: I32, positions: I32, q: F32) -> F32:
+        """q [n, heads * head_dim] of one row's tokens -> the same shape."""
+        window = attention.window
+        start = 0 if window is None else max(0, int(positions[0]) - window + 1)
+        stop = int(positions[-1]) + 1
+        k, v = cache.read(table, start, stop)
+
+        group = attention.num_heads // attention.num_kv_heads
+        # [kv_heads, group, n, head_dim]: the query heads of a group share a KV head.
+        queries = q.reshape(-1, attention.num_kv_heads, group, attention.head_dim).transpose(1, 2, 0, 3)
+        scores: F32 = np.float32(attention.scale) * (queries @ k[:, np.newaxis].swapaxes(2, 3))
+
+        distance = positions[:, np.newaxis] - np.arange(start, stop)
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        scores[..., ~visible] = -np.inf
+        weights: F32 = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ v[:, np.newaxis]
+        attended: F32 = mixed.transpose(2, 0, 1, 3).reshape(q.shape)
+        return attended
+
+    def _rows(self, cache: _LayerCache) -> list[tuple[slice, I32]]:
+        """(its tokens, its block table) of each row of the batch."""
+        starts = self._batch.row_starts.tolist()
+        tables = self._batch.tables[cache.group]
+        return [(slice(starts[row], starts[row + 1]), tables[row]) for row in range(len(tables))]
+
+    def activate(self, kind: Activation, gate: F32, up: F32) -> F32:
+        """silu(x) = x / (1 + exp(-x))."""
+        match kind:
+            case Activation.SILU:
+                with np.errstate(
+                    over="ignore"
+                ):  # exp(-x) of a very negative x is inf, and the quotient 0 as it should be
+                    activated: F32 = gate / (1 + np.exp(-gate)) * up
+                return activated
+            case _ as unreachable:
+                assert_never(unreachable)
+
+    def add(self, x: F32, y: F32) -> F32:
+        """x + y."""
+        return x + y
+
+    def select(self, x: F32, rows: npt.NDArray[Any]) -> F32:
+        """x[rows]."""
+        selected: F32 = x[rows]
+        return selected
+
+    def head(self, x: F32, weight: Any) -> F32:
+        """Logits."""
+        return self.linear(x, weight)

@@ -1,0 +1,225 @@
+"""The executor over a real model: step plan -> batch arrays -> logits -> sampled tokens.
+
+It owns per-slot arrays (known tokens, block tables) and the model's memory. Knows no request states and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from octavo.backends.base import F32, I32, BackendModel, Batch, Sampled
+from octavo.contracts import (
+    NULL_BLOCK,
+    KVLayout,
+    RowPlan,
+    RowResult,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+MIN_LOGIT_ROWS = 64
+"""A forward returns at most this many rows of logits, or one per slot where there are more slots.
+
+A prompt whose own logprobs are wanted needs one row per token; it is computed in pieces so that memory stays bounded.
+"""
+
+
+class _Segment(msgspec.Struct):
+    """A row of the plan, or a part of one: positions start..start+count-1, of which the first `num_scored` are scored."""
+
+    row: int
+    slot: int
+    start: int
+    count: int
+    num_scored: int
+    sample: bool
+
+
+class ModelRunner:
+    """`Executor` on a loaded model. One thread calls it."""
+
+    def __init__(self, model: BackendModel, layout: KVLayout, *, max_num_seqs: int, max_model_len: int) -> None:
+        """Allocates the KV cache and takes over the model: `close` closes it."""
+        model.allocate_kv(layout)
+        self._model = model
+        self._sampler = model.make_sampler(max_num_seqs)
+        self._max_logit_rows = max(MIN_LOGIT_ROWS, max_num_seqs)
+        blocks_per_row = -(-max_model_len // layout.block_size)
+        # A request may end with one token more than the context holds: sampled, never computed.
+        self._tokens: I32 = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self._tables: list[I32] = [np.full((max_num_seqs, blocks_per_row), NULL_BLOCK, np.int32) for _ in layout.groups]
+        self._num_known = [0] * max_num_seqs
+        self._num_blocks = [[0] * max_num_seqs for _ in layout.groups]
+        self._starts: list[SlotStart | None] = [None] * max_num_seqs
+        self._closed = False
+
+    def submit(self, plan: StepPlan) -> _Step:
+        """Applies the plan to the slots; the forward runs in `sample`."""
+        for slot in plan.releases:
+            self._release(slot)
+        for start in plan.starts:
+            self._start(start)
+        for row in plan.rows:
+            assert row.start + row.count <= self._num_known[row.slot], "a row computes tokens that are not known"
+            self._update_tables(row)
+        return _Step(self, plan)
+
+    def close(self) -> None:
+        """Closes the model. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._model.close()
+
+    # --- slots ------------------------------------------------------------------------------------------------------
+
+    def _release(self, slot: int) -> None:
+        if self._starts[slot] is None:  # the step that should have started it failed
+            return
+        self._starts[slot] = None
+        self._sampler.stop(slot)
+        for table, num_blocks in zip(self._tables, self._num_blocks, strict=True):
+            table[slot, : num_blocks[slot]] = NULL_BLOCK
+            num_blocks[slot] = 0
+
+    def _start(self, start: SlotStart) -> None:
+        known = np.array(start.token_ids, np.int32)
+        self._tokens[start.slot, : len(known)] = known
+        self._num_known[start.slot] = len(known)
+        self._starts[start.slot] = start
+        self._sampler.start(start.slot, start.sampling, known, start.num_prompt_tokens)
+
+    def _update_tables(self, row: RowPlan) -> None:
+        for group, blocks in enumerate(row.new_blocks):
+            if blocks:
+                begin = self._num_blocks[group][row.slot]
+                self._tables[group][row.slot, begin : begin + len(blocks)] = blocks
+                self._num_blocks[group][row.slot] = begin + len(blocks)
+        for group, freed in enumerate(row.freed_blocks):
+            self._tables[group][row.slot, :freed] = NULL_BLOCK
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes and samples the rows of a submitted plan."""
+        sampled: list[Sampled | None] = [None] * len(plan.rows)
+        scores: list[list[TokenLogprobs]] = [[] for _ in plan.rows]
+        for segments in self._pieces(plan.rows):
+            self._run_piece(segments, sampled, scores)
+        return StepResult(step=plan.step, rows=tuple(map(_row_result, plan.rows, sampled, scores)))
+
+    def _pieces(self, rows: Sequence[RowPlan]) -> Iterator[list[_Segment]]:
+        """Cuts a step into forwards of at most `_max_logit_rows` rows of logits; nearly always there is one."""
+        piece: list[_Segment] = []
+        free = self._max_logit_rows
+        for index, row in enumerate(rows):
+            start, end = row.start, row.start + row.count
+            while start < end:
+                num_scored = self._num_scored(row.slot, start, end)
+                if num_scored + row.sample <= free:
+                    piece.append(_Segment(index, row.slot, start, end - start, num_scored, row.sample))
+                    free -= num_scored + row.sample
+                    break
+                if free:
+                    count = min(num_scored, free)
+                    piece.append(_Segment(index, row.slot, start, count, count, sample=False))
+                    start += count
+                yield piece
+                piece, free = [], self._max_logit_rows
+        if piece:
+            yield piece
+
+    def _num_scored(self, slot: int, start: int, end: int) -> int:
+        """How many of the positions from `start` on have a next token within a prompt whose logprobs are wanted."""
+        bound = self._starts[slot]
+        if bound is None or bound.sampling.prompt_logprobs is None:
+            return 0
+        return max(0, min(end, bound.num_prompt_tokens - 1) - start)
+
+    def _run_piece(
+        self, segments: list[_Segment], sampled: list[Sampled | None], scores: list[list[TokenLogprobs]]
+    ) -> None:
+        batch = self._batch(segments)
+        logits = self._model.forward(batch)
+        begin = 0
+        sample_rows: list[int] = []
+        for segment in segments:
+            if segment.num_scored:
+                scores[segment.row] += self._score(logits[begin : begin + segment.num_scored], segment)
+                begin += segment.num_scored
+            if segment.sample:
+                sample_rows.append(begin)
+                begin += 1
+        if not sample_rows:
+            return
+        sampling = [segment for segment in segments if segment.sample]
+        tokens = self._sampler.sample(
+            logits if len(sample_rows) == len(logits) else logits[sample_rows],
+            [segment.slot for segment in sampling],
+            [segment.start + segment.count for segment in sampling],
+        )
+        for segment, token in zip(sampling, tokens, strict=True):
+            sampled[segment.row] = token
+            if token.error is None:
+                self._tokens[segment.slot, self._num_known[segment.slot]] = token.token
+                self._num_known[segment.slot] += 1
+
+    def _batch(self, segments: list[_Segment]) -> Batch:
+        slots = np.array([segment.slot for segment in segments], np.int32)
+        starts = np.array([segment.start for segment in segments], np.int32)
+        counts = np.array([segment.count for segment in segments], np.int32)
+        row_starts = np.zeros(len(segments) + 1, np.int32)
+        np.cumsum(counts, out=row_starts[1:])
+        positions = np.arange(row_starts[-1], dtype=np.int32) + np.repeat(starts - row_starts[:-1], counts)
+        logit_rows: list[int] = []
+        for segment, begin in zip(segments, row_starts.tolist(), strict=False):
+            logit_rows.extend(range(begin, begin + segment.num_scored))
+            if segment.sample:
+                logit_rows.append(begin + segment.count - 1)
+        return Batch(
+            tokens=self._tokens[np.repeat(slots, counts), positions],
+            positions=positions,
+            row_starts=row_starts,
+            tables=tuple(
+                table[:, : max(num_blocks[segment.slot] for segment in segments)].take(slots, axis=0)
+                for table, num_blocks in zip(self._tables, self._num_blocks, strict=True)
+            ),
+            logit_rows=np.array(logit_rows, np.int32),
+        )
+
+    def _score(self, logits: F32, segment: _Segment) -> list[TokenLogprobs]:
+        bound = self._starts[segment.slot]
+        assert bound is not None and bound.sampling.prompt_logprobs is not None
+        first = segment.start + 1
+        targets: list[int] = self._tokens[segment.slot, first : first + segment.num_scored].tolist()
+        return self._sampler.score(logits, targets, bound.sampling.prompt_logprobs)
+
+
+class _Step:
+    """`StepHandle`."""
+
+    def __init__(self, runner: ModelRunner, plan: StepPlan) -> None:
+        self._runner = runner
+        self._plan = plan
+
+    def sample(self) -> StepResult:
+        """Runs the forward and samples."""
+        return self._runner.run(self._plan)
+
+
+def _row_result(row: RowPlan, sampled: Sampled | None, scores: list[TokenLogprobs]) -> RowResult:
+    prompt_logprobs = tuple(scores) if scores else None
+    if sampled is None:
+        return RowResult(slot=row.slot, prompt_logprobs=prompt_logprobs)
+    if sampled.error is not None:
+        return RowResult(slot=row.slot, error=sampled.error)
+    return RowResult(
+        slot=row.slot,
+        token_ids=(sampled.token,),
+        logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
+        prompt_logprobs=prompt_logprobs,
+    )
