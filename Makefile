@@ -1,0 +1,43 @@
+# One command per verb. They use the virtual environment .venv; `make setup` makes it.
+PYTHON ?= python3
+BIN := .venv/bin
+CPP := $(shell git ls-files 'native/*.cpp' 'native/*.h' 'tests/native/*.cpp')
+NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
+
+.PHONY: setup format check test native-test soak soak-short race clean
+
+setup: ## virtual environment with octavo (editable) and all tools
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -e '.[dev]'
+
+format: ## rewrite sources in the project's style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
+
+check: ## format, lint, types and the import rule, without changing anything
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: ## all Python tests
+	$(BIN)/pytest
+
+native-test: ## C++ tests under ASan + UBSan, and the threads under TSan
+	$(NATIVE_TESTS) -B build/asan -DOCTAVO_SANITIZE=address,undefined
+	cmake --build build/asan
+	ctest --test-dir build/asan --output-on-failure
+	$(NATIVE_TESTS) -B build/tsan -DOCTAVO_SANITIZE=thread
+	cmake --build build/tsan --target pool_test program_test
+	ctest --test-dir build/tsan --output-on-failure -R 'pool_test|program_test'
+
+soak: ## long run against a real server; writes benchmarks/results
+	$(BIN)/python scripts/soak.py --minutes 20
+
+soak-short: ## the same in a minute, for CI
+	$(BIN)/python scripts/soak.py --minutes 0.7 --no-result
+
+clean:
+	rm -rf build dist .venv src/octavo/backends/cpu/_native*.so
