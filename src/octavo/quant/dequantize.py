@@ -1,7 +1,7 @@
 """What stored blocks mean: reference dequantizers and quantizers of every format, in numpy, written to be read.
 
-The layouts are those of ggml-common.h: byte i of a 4-bit block holds weight i in its low and weight i + 16 in its high
-nibble. The quantizers round as ggml's reference does and serve tests and file writers; serving never quantizes with them.
+The layouts are those of ggml-common.h: byte i of a 4-bit block holds weight i in its low nibble and weight i + 16 in the
+high one. The quantizers round as ggml's reference does and serve tests and file writers; serving never uses them.
 """
 
 from __future__ import annotations
