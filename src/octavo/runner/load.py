@@ -5,14 +5,15 @@ Everything that can be refused is refused by name before the backend allocates a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from octavo.backends.base import Backend, BackendModel, DType, Progress
 from octavo.errors import ModelFileError, UnsupportedModelError
 from octavo.loaders.checkpoint import Checkpoint
 from octavo.models import ModelSpec, find_family, make_forward
-from octavo.models.spec import Family
-from octavo.quant import Format, RawTensor
+from octavo.quant import RawTensor
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
@@ -25,10 +26,10 @@ class LoadedModel(msgspec.Struct, frozen=True):
 def load_model(
     checkpoint: Checkpoint, backend: Backend, *, dtype: DType = "auto", progress: Progress | None = None
 ) -> LoadedModel:
-    """Loads a checkpoint's weights into a backend. Its files may be closed afterwards only if the backend says so.
+    """Loads a checkpoint's weights into a backend.
 
-    Raises UnsupportedModelError for an architecture, option, tensor type or dtype that octavo does not have, and
-    ModelFileError for missing tensors, wrong shapes and wrong values.
+    Raises UnsupportedModelError for an architecture, option or tensor type that octavo does not have, ModelFileError for
+    missing tensors, wrong shapes and wrong values, and what `Backend.load` raises.
     """
     spec = read_spec(checkpoint)
     tensors = canonical_tensors(checkpoint, spec)
@@ -37,47 +38,33 @@ def load_model(
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The spec of a checkpoint, without looking at its weights."""
-    family = _family(checkpoint)
+    family = find_family(checkpoint.kind, checkpoint.architecture)
     if checkpoint.kind == "gguf":
         return family.from_gguf(checkpoint.metadata, checkpoint.tensors)
     return family.from_hf(checkpoint.metadata)
 
 
 def canonical_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, RawTensor]:
-    """Exactly the tensors the spec needs, by canonical name, their shapes and formats checked."""
-    family = _family(checkpoint)
+    """Exactly the tensors that the spec needs, by canonical name, their shapes and formats checked."""
+    family = find_family(checkpoint.kind, checkpoint.architecture)
     names = family.gguf_names(spec) if checkpoint.kind == "gguf" else family.hf_names(spec)
     return {
-        canonical: _checked(checkpoint, names[canonical], shape) for canonical, shape in spec.weight_shapes().items()
+        canonical: _checked(checkpoint.tensors, names[canonical], shape)
+        for canonical, shape in spec.weight_shapes().items()
     }
 
 
-def _family(checkpoint: Checkpoint) -> Family:
-    if checkpoint.kind == "gguf":
-        architecture = checkpoint.metadata.get("general.architecture")
-        key = "GGUF key general.architecture"
-    else:
-        architectures = checkpoint.metadata.get("architectures")
-        architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-        key = "config.json key architectures"
-    if not isinstance(architecture, str):
-        raise ModelFileError(f"{key} does not name the model's architecture")
-    return find_family(checkpoint.kind, architecture)
-
-
-def _checked(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> RawTensor:
-    if name in checkpoint.unsupported:
-        known = ", ".join(form.name for form in Format)
-        raise UnsupportedModelError(
-            f"tensor {name} has type {checkpoint.unsupported[name]}, which octavo does not implement; it has {known}"
-        )
-    tensor = checkpoint.tensors.get(name)
+def _checked(tensors: Mapping[str, RawTensor], name: str, shape: tuple[int, ...]) -> RawTensor:
+    tensor = tensors.get(name)
     if tensor is None:
-        raise ModelFileError(f"tensor {name} is missing")
+        raise ModelFileError(f"tensor {name} is missing", param=name)
     if tensor.shape != shape:
-        raise ModelFileError(f"tensor {name} has shape {list(tensor.shape)}; the model's sizes ask for {list(shape)}")
+        raise ModelFileError(
+            f"tensor {name} has shape {list(tensor.shape)}; the model's sizes ask for {list(shape)}", param=name
+        )
     if len(shape) == 1 and tensor.format.quantized:
         raise UnsupportedModelError(
-            f"tensor {name} is a vector of type {tensor.format.name}; expected F32, F16 or BF16"
+            f"tensor {name} is a vector of type {tensor.format.name}; octavo has vectors of F32, F16 and BF16",
+            param=name,
         )
     return tensor

@@ -105,7 +105,7 @@ class Transformer:
                 num_kv_heads=fields.size("attention.head_count_kv", heads),
                 head_dim=head_dim,
                 ffn=fields.size("feed_forward_length"),
-                vocab_size=fields.size("vocab_size", embed.shape[0] if embed else None),
+                vocab_size=fields.size("vocab_size", embed.shape[0] if embed and embed.shape else None),
                 max_context=context,
                 norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
                 rope=gguf_rope(fields, tensors, head_dim=head_dim, style=self.gguf_rope_style),
