@@ -1,1 +1,12 @@
-""""""
+"""Request states, block pools, prefix index, scheduler and loop. No tensors, no text, no HTTP.
+
+`EngineLoop` takes messages from an `Inbox`, lets a `Scheduler` decide steps, has an `Executor` compute them, and sends what
+happened to an `Outbox`. Before anything is started, `token_budget` gives the tokens per step of a configuration,
+`blocks_needed` the blocks a sequence takes, and `capacity_tokens` how long a request a KV layout can hold.
+"""
+
+from octavo.engine.kv import blocks_needed, capacity_tokens
+from octavo.engine.loop import EngineLoop
+from octavo.engine.scheduler import Scheduler, token_budget
+
+__all__ = ["EngineLoop", "Scheduler", "blocks_needed", "capacity_tokens", "token_budget"]

@@ -1,0 +1,267 @@
+"""Block tables of all sequences in all KV groups: what a prefix hit needs, what a step needs, what may be freed.
+
+A group keeps the KV of some layers by one retention rule and has its own pool. FULL keeps every block until the
+sequence ends. WINDOW frees the blocks that no later position attends to, and needs only the blocks of the last window for
+a prefix hit. A sequence's tables grow in lockstep: entry i of every table stands for positions i*block_size to
+(i+1)*block_size-1, with `NULL_BLOCK` where the block was freed or never needed.
+
+Who holds a block: the tables, and nobody else. A block's content can be found by other sequences only after `publish`,
+which the scheduler calls once the step that computed it has finished. This module does not know requests, steps or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from octavo.contracts import NULL_BLOCK, BlockId, KVGroup, KVLayout, Retention
+from octavo.engine.blocks import BlockPool, require
+from octavo.engine.prefix import HashChain, PrefixHasher
+from octavo.errors import ConfigError
+
+
+def blocks_needed(group: KVGroup, num_tokens: int, *, block_size: int, max_num_batched_tokens: int) -> int:
+    """Most blocks a sequence of `num_tokens` holds in a group at once, when a step computes `max_num_batched_tokens` at most."""
+    whole = -(-num_tokens // block_size)
+    if group.retention is Retention.FULL:
+        return whole
+    # A step's positions and the window before the first of them, at the least favourable alignment to blocks.
+    span = _window(group) - 1 + max_num_batched_tokens
+    return min(whole, (span - 1 + block_size - 1) // block_size + 1)
+
+
+def capacity_tokens(layout: KVLayout, max_num_batched_tokens: int) -> int | None:
+    """Longest sequence, prompt and output together, that fits the pools when alone. None: any length fits (windows only)."""
+    longest: int | None = None
+    for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True):
+        most = num_blocks * layout.block_size
+        unbounded = group.retention is Retention.WINDOW and num_blocks >= blocks_needed(
+            group, most + layout.block_size, block_size=layout.block_size, max_num_batched_tokens=max_num_batched_tokens
+        )
+        if not unbounded:
+            longest = most if longest is None else min(longest, most)
+    return longest
+
+
+def _window(group: KVGroup) -> int:
+    if group.window is None or group.window < 1:
+        raise ConfigError(f"a KV group with sliding window needs a window of at least 1 token, got {group.window}")
+    return group.window
+
+
+class SequenceBlocks:
+    """One sequence's block tables. Changed only by `KVManager`.
+
+    `tables[g]` is in position order, its first `freed[g]` entries are `NULL_BLOCK`. The first `num_published` blocks of the sequence
+    have been offered to the prefix cache.
+    """
+
+    __slots__ = ("chain", "freed", "num_published", "num_tokens", "tables")
+
+    def __init__(self, num_groups: int, chain: HashChain | None) -> None:
+        self.tables: tuple[list[BlockId], ...] = tuple([] for _ in range(num_groups))
+        self.freed = [0] * num_groups
+        self.chain = chain
+        self.num_published = 0
+        self.num_tokens = 0
+        """Positions the tables have room for."""
+
+
+class KVManager:
+    """The pools of a layout and the operations on sequences' tables.
+
+    `enable_prefix_caching` False: nothing is hashed, published or found. `namespace` starts every hash chain.
+    """
+
+    def __init__(
+        self, layout: KVLayout, *, namespace: bytes, enable_prefix_caching: bool, max_num_batched_tokens: int
+    ) -> None:
+        if not layout.groups or len(layout.groups) != len(layout.num_blocks):
+            raise ConfigError(
+                f"a KV layout needs one pool per group, got {len(layout.groups)} groups, {len(layout.num_blocks)} pools"
+            )
+        if min(layout.num_blocks) < 1:
+            raise ConfigError(
+                f"every KV group needs at least one block, got {layout.num_blocks}; give the KV cache more memory"
+            )
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.pools = tuple(BlockPool(num_blocks) for num_blocks in layout.num_blocks)
+        self.caching = enable_prefix_caching
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._hasher = PrefixHasher(namespace, layout.block_size)
+        self._windows = tuple(
+            _window(group) if group.retention is Retention.WINDOW else None for group in layout.groups
+        )
+        self._any_window = any(window is not None for window in self._windows)
+        self._nothing_new: tuple[tuple[BlockId, ...], ...] = ((),) * len(layout.groups)
+
+    @property
+    def usage(self) -> float:
+        """Used share (0..1) of the fullest pool. Cached blocks that no sequence holds count as free."""
+        return max(1.0 - pool.num_free / pool.num_blocks for pool in self.pools)
+
+    def sequence(self, namespace: bytes) -> SequenceBlocks:
+        """Empty tables for a sequence within a namespace of its own beside the model's."""
+        return SequenceBlocks(len(self.pools), self._hasher.chain(namespace) if self.caching else None)
+
+    # --- prefix lookup and admission --------------------------------------------------------------------------------
+
+    def lookup(self, sequence: SequenceBlocks, token_ids: Sequence[int], max_tokens: int) -> int:
+        """Longest cached beginning of `token_ids`, in blocks and at most `max_tokens` tokens, that is valid for all groups at once.
+
+        Changes nothing but the sequence's hash chain. The sequence must hold no blocks.
+        """
+        num_blocks = max_tokens // self.block_size
+        if sequence.chain is None or num_blocks <= 0:
+            return 0
+        sequence.chain.extend(token_ids, num_blocks)
+        keys = sequence.chain.keys
+        for pool, window in zip(self.pools, self._windows, strict=True):
+            if window is None:
+                num_blocks = next((index for index in range(num_blocks) if pool.find(keys[index]) is None), num_blocks)
+        # Each window may shorten the hit, which moves what the other windows need: repeat until all agree.
+        agreed = False
+        while not agreed:
+            agreed = True
+            for pool, window in zip(self.pools, self._windows, strict=True):
+                if window is not None:
+                    shorter = self._longest_in_window(pool, window, keys, num_blocks)
+                    agreed = agreed and shorter == num_blocks
+                    num_blocks = shorter
+        return num_blocks
+
+    def _longest_in_window(self, pool: BlockPool, window: int, keys: list[bytes], num_blocks: int) -> int:
+        """Largest hit of at most `num_blocks` for which `pool` has every block that the next position attends to."""
+        hit = index = num_blocks
+        while index > self._first_needed(window, hit * self.block_size):
+            index -= 1
+            if pool.find(keys[index]) is None:
+                hit = index
+        return hit
+
+    def _first_needed(self, window: int, position: int) -> int:
+        """Index of the first block that `position` and later ones attend to."""
+        return max(0, position - window + 1) // self.block_size
+
+    def shortfall(self, sequence: SequenceBlocks, num_tokens: int) -> list[int]:
+        """Per group, blocks that the sequence will still take until `num_tokens` are computed."""
+        return [
+            max(0, self._needed(group, num_tokens) - len(table) + freed)
+            for group, table, freed in zip(self.layout.groups, sequence.tables, sequence.freed, strict=True)
+        ]
+
+    def fits(self, sequence: SequenceBlocks, hit: int, num_tokens: int, reserved: Sequence[int]) -> bool:
+        """Whether a sequence with no blocks can take a hit of `hit` blocks and grow to `num_tokens` with `reserved[g]` free blocks left."""
+        for group, pool, window, kept_free in zip(self.layout.groups, self.pools, self._windows, reserved, strict=True):
+            first = 0 if window is None else self._first_needed(window, hit * self.block_size)
+            shared = sum(not pool.is_free(block) for block in self._hit_blocks(pool, sequence, first, hit))
+            if pool.num_free - kept_free < self._needed(group, num_tokens) - shared:
+                return False
+        return True
+
+    def take_hit(self, sequence: SequenceBlocks, hit: int) -> None:
+        """Fills empty tables with the first `hit` blocks found by `lookup`."""
+        for number, (pool, window) in enumerate(zip(self.pools, self._windows, strict=True)):
+            first = 0 if window is None else self._first_needed(window, hit * self.block_size)
+            table = sequence.tables[number]
+            table.extend([NULL_BLOCK] * first)
+            sequence.freed[number] = first
+            for block in self._hit_blocks(pool, sequence, first, hit):
+                pool.share(block)
+                table.append(block)
+        sequence.num_published = hit
+        sequence.num_tokens = hit * self.block_size
+
+    @staticmethod
+    def _hit_blocks(pool: BlockPool, sequence: SequenceBlocks, first: int, hit: int) -> list[BlockId]:
+        if hit == 0 or sequence.chain is None:
+            return []
+        found = [pool.find(key) for key in sequence.chain.keys[first:hit]]
+        blocks = [block for block in found if block is not None]
+        require(len(blocks) == len(found), "a prefix hit names a block that is not cached")
+        return blocks
+
+    def _needed(self, group: KVGroup, num_tokens: int) -> int:
+        return blocks_needed(
+            group, num_tokens, block_size=self.block_size, max_num_batched_tokens=self._max_num_batched_tokens
+        )
+
+    # --- growth, publication, release -------------------------------------------------------------------------------
+
+    def slide(self, sequence: SequenceBlocks, position: int) -> None:
+        """Frees the blocks that no position from `position` on attends to."""
+        if not self._any_window:
+            return
+        for number, (pool, window) in enumerate(zip(self.pools, self._windows, strict=True)):
+            if window is None:
+                continue
+            first, freed, table = self._first_needed(window, position), sequence.freed[number], sequence.tables[number]
+            if first > freed:
+                pool.release(table[freed:first])
+                table[freed:first] = [NULL_BLOCK] * (first - freed)
+                sequence.freed[number] = first
+
+    def freed(self, sequence: SequenceBlocks) -> tuple[int, ...]:
+        """Per group, table entries from the front that are freed; empty when no group has a window."""
+        return tuple(sequence.freed) if self._any_window else ()
+
+    def allocate(self, sequence: SequenceBlocks, num_tokens: int) -> tuple[tuple[BlockId, ...], ...] | None:
+        """Grows the tables to hold `num_tokens` positions and returns the new blocks per group.
+
+        None, with nothing changed, if a pool is short.
+        """
+        if num_tokens <= sequence.num_tokens:
+            return self._nothing_new
+        size = -(-num_tokens // self.block_size)
+        count = size - sequence.num_tokens // self.block_size
+        if any(pool.num_free < count for pool in self.pools):
+            return None
+        new = []
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            blocks = pool.allocate(count)
+            table.extend(blocks)
+            new.append(tuple(blocks))
+        sequence.num_tokens = size * self.block_size
+        return tuple(new)
+
+    def publish(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
+        """Offers the blocks whose positions are all below `num_computed` to the prefix cache. The caller knows their KV is written."""
+        num_full = num_computed // self.block_size
+        if num_full <= sequence.num_published or sequence.chain is None:
+            return
+        sequence.chain.extend(token_ids, num_full)
+        for index in range(sequence.num_published, num_full):
+            key = sequence.chain.keys[index]
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                if table[index] != NULL_BLOCK:
+                    pool.publish(table[index], key)
+        sequence.num_published = num_full
+
+    def free(self, sequence: SequenceBlocks) -> None:
+        """Empties the tables. Published blocks stay findable until they are given out again; the hash chain stays too."""
+        for number, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            pool.release(reversed(table[sequence.freed[number] :]))
+            table.clear()
+            sequence.freed[number] = 0
+        sequence.num_published = 0
+        sequence.num_tokens = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached blocks that no sequence holds."""
+        for pool in self.pools:
+            pool.forget_free()
+
+    def check(self, sequences: Iterable[SequenceBlocks]) -> None:
+        """Raises InvariantError unless pools and tables agree. `sequences` are all that hold blocks. For tests: O(blocks)."""
+        sequences = list(sequences)
+        for number, pool in enumerate(self.pools):
+            pool.check(sequence.tables[number][sequence.freed[number] :] for sequence in sequences)
+        for sequence in sequences:
+            for table, freed, window in zip(sequence.tables, sequence.freed, self._windows, strict=True):
+                require(
+                    len(table) * self.block_size == sequence.num_tokens, "a table's length differs from the sequence's"
+                )
+                require(all(block == NULL_BLOCK for block in table[:freed]), "a freed entry still names a block")
+                require(NULL_BLOCK not in table[freed:], "an entry is empty that was not freed")
+                require(window is not None or freed == 0, "blocks were freed in a group that keeps all")
+            require(sequence.num_published * self.block_size <= sequence.num_tokens, "more blocks published than held")
