@@ -184,6 +184,9 @@ def _parse(field: _Field, source: str, text: str) -> Any:
 class Parser(argparse.ArgumentParser):
     """argparse whose unknown flags are answered by name: a vLLM flag that octavo lacks, or a near miss."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, allow_abbrev=False)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses all arguments or exits with status 2 and one line."""
         parsed, unknown = self.parse_known_args(args, namespace)

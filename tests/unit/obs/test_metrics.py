@@ -1,0 +1,93 @@
+"""The metrics sink and the event log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.contracts import FinishReason, RequestId, RequestTimes, StepStats
+from octavo.obs.events import EngineStateChanged, EventLog, HttpRequestDone, RequestRefused, StepCompleted
+from octavo.obs.metrics import Metrics
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    found = [v for (n, has), v in samples(metrics).items() if n == name and labels.items() <= dict(has).items()]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
+
+
+def finished(**fields: object) -> RequestTimes:
+    base = {
+        "request_id": RequestId("r"), "finish_reason": FinishReason.STOP, "arrival_s": 1.0, "scheduled_s": 2.0, "first_token_s": 3.0,
+        "finished_s": 5.0, "num_prompt_tokens": 7, "num_cached_tokens": 0, "num_generated_tokens": 5, "num_preemptions": 0, "max_tokens": 5,
+    }  # fmt: skip
+    return RequestTimes(**{**base, **fields})  # type: ignore[arg-type]
+
+
+def test_a_step_is_counted() -> None:
+    metrics = Metrics("m")
+    metrics.describe_model("m", 100, {"block_size": "16"})
+    stats = StepStats(
+        step=1, num_running=3, num_waiting=2, kv_usage=0.25, num_prompt_tokens=10, num_generated_tokens=4, prefix_cache_queries=20,
+        prefix_cache_hits=16, ttft_s=(0.03,), itl_s=(0.004, 0.02), finished=(finished(), finished(finish_reason=FinishReason.ABORT)),
+    )  # fmt: skip
+    metrics(StepCompleted(stats))
+    metrics(StepCompleted(stats))
+    assert value(metrics, "vllm:num_requests_running", model_name="m") == 3
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(metrics, "vllm:prompt_tokens_total") == 20
+    assert value(metrics, "vllm:generation_tokens_total") == 8
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 32
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 2
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.02") == 0
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 4
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.048)
+    assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 2
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 2
+    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 16
+    assert value(metrics, "vllm:request_prefill_time_seconds_sum") == 4
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 2
+    assert value(metrics, "vllm:cache_config_info", block_size="16") == 1
+
+
+def test_requests_that_never_ran() -> None:
+    metrics = Metrics("m")
+    early = finished(scheduled_s=None, first_token_s=None, num_generated_tokens=0, finish_reason=FinishReason.ERROR)
+    metrics(StepCompleted(StepStats(step=1, num_running=0, num_waiting=0, kv_usage=0.0, finished=(early,))))
+    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 0
+
+
+def test_http_and_state() -> None:
+    metrics = Metrics("m")
+    metrics(HttpRequestDone("/v1/models", "GET", 200, 0.002))
+    metrics(RequestRefused("/v1/completions", 429, "overloaded"))
+    metrics(EngineStateChanged("ready"))
+    assert value(metrics, "http_requests_total", handler="/v1/models", status="200") == 1
+    assert value(metrics, "vllm:admission_rejections_total", reason="overloaded") == 1
+    assert value(metrics, "octavo:engine_state", state="ready") == 1
+    assert value(metrics, "octavo:engine_state", state="loading") == 0
+
+
+def test_a_broken_sink_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    log, seen = EventLog(), []
+
+    def broken(event: object) -> None:
+        raise ValueError("boom")
+
+    log.add_sink(broken)
+    log.add_sink(seen.append)
+    with caplog.at_level(logging.CRITICAL):
+        log.emit(EngineStateChanged("ready"))
+        log.emit(EngineStateChanged("dead"))
+    assert len(seen) == 2
