@@ -21,6 +21,7 @@ from octavo.contracts import (
     StepResult,
     TokenLogprobs,
 )
+from octavo.errors import EngineError
 
 MIN_LOGIT_ROWS = 64
 """A forward returns at most this many rows of logits, or one per slot where there are more slots.
@@ -38,6 +39,14 @@ class _Segment(msgspec.Struct):
     count: int
     num_scored: int
     sample: bool
+
+
+class _Outcome(msgspec.Struct):
+    """What became of a row so far."""
+
+    sampled: Sampled | None = None
+    scores: list[TokenLogprobs] = msgspec.field(default_factory=list)
+    error: str | None = None
 
 
 class ModelRunner:
@@ -90,8 +99,8 @@ class ModelRunner:
         known = np.array(start.token_ids, np.int32)
         self._tokens[start.slot, : len(known)] = known
         self._num_known[start.slot] = len(known)
-        self._starts[start.slot] = start
         self._sampler.start(start.slot, start.sampling, known, start.num_prompt_tokens)
+        self._starts[start.slot] = start
 
     def _update_tables(self, row: RowPlan) -> None:
         for group, blocks in enumerate(row.new_blocks):
@@ -106,11 +115,10 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes and samples the rows of a submitted plan."""
-        sampled: list[Sampled | None] = [None] * len(plan.rows)
-        scores: list[list[TokenLogprobs]] = [[] for _ in plan.rows]
+        outcomes = [_Outcome() for _ in plan.rows]
         for segments in self._pieces(plan.rows):
-            self._run_piece(segments, sampled, scores)
-        return StepResult(step=plan.step, rows=tuple(map(_row_result, plan.rows, sampled, scores)))
+            self._run_piece(segments, outcomes)
+        return StepResult(step=plan.step, rows=tuple(map(_row_result, plan.rows, outcomes)))
 
     def _pieces(self, rows: Sequence[RowPlan]) -> Iterator[list[_Segment]]:
         """Cuts a step into forwards of at most `_max_logit_rows` rows of logits; nearly always there is one."""
@@ -140,16 +148,14 @@ class ModelRunner:
             return 0
         return max(0, min(end, bound.num_prompt_tokens - 1) - start)
 
-    def _run_piece(
-        self, segments: list[_Segment], sampled: list[Sampled | None], scores: list[list[TokenLogprobs]]
-    ) -> None:
+    def _run_piece(self, segments: list[_Segment], outcomes: list[_Outcome]) -> None:
         batch = self._batch(segments)
         logits = self._model.forward(batch)
         begin = 0
         sample_rows: list[int] = []
         for segment in segments:
             if segment.num_scored:
-                scores[segment.row] += self._score(logits[begin : begin + segment.num_scored], segment)
+                self._score(logits[begin : begin + segment.num_scored], segment, outcomes[segment.row])
                 begin += segment.num_scored
             if segment.sample:
                 sample_rows.append(begin)
@@ -163,7 +169,7 @@ class ModelRunner:
             [segment.start + segment.count for segment in sampling],
         )
         for segment, token in zip(sampling, tokens, strict=True):
-            sampled[segment.row] = token
+            outcomes[segment.row].sampled = token
             if token.error is None:
                 self._tokens[segment.slot, self._num_known[segment.slot]] = token.token
                 self._num_known[segment.slot] += 1
@@ -191,12 +197,15 @@ class ModelRunner:
             logit_rows=np.array(logit_rows, np.int32),
         )
 
-    def _score(self, logits: F32, segment: _Segment) -> list[TokenLogprobs]:
+    def _score(self, logits: F32, segment: _Segment, outcome: _Outcome) -> None:
         bound = self._starts[segment.slot]
         assert bound is not None and bound.sampling.prompt_logprobs is not None
         first = segment.start + 1
         targets: list[int] = self._tokens[segment.slot, first : first + segment.num_scored].tolist()
-        return self._sampler.score(logits, targets, bound.sampling.prompt_logprobs)
+        try:
+            outcome.scores += self._sampler.score(logits, targets, bound.sampling.prompt_logprobs)
+        except EngineError as error:  # unusable logits end this request, not the others of the step
+            outcome.error = error.message
 
 
 class _Step:
@@ -211,15 +220,14 @@ class _Step:
         return self._runner.run(self._plan)
 
 
-def _row_result(row: RowPlan, sampled: Sampled | None, scores: list[TokenLogprobs]) -> RowResult:
-    prompt_logprobs = tuple(scores) if scores else None
-    if sampled is None:
-        return RowResult(slot=row.slot, prompt_logprobs=prompt_logprobs)
-    if sampled.error is not None:
-        return RowResult(slot=row.slot, error=sampled.error)
+def _row_result(row: RowPlan, outcome: _Outcome) -> RowResult:
+    sampled = outcome.sampled
+    error = outcome.error or (sampled.error if sampled else None)
+    if error is not None:
+        return RowResult(slot=row.slot, error=error)
     return RowResult(
         slot=row.slot,
-        token_ids=(sampled.token,),
-        logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
-        prompt_logprobs=prompt_logprobs,
+        token_ids=(sampled.token,) if sampled else (),
+        logprobs=(sampled.logprobs,) if sampled and sampled.logprobs else None,
+        prompt_logprobs=tuple(outcome.scores) or None,
     )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.backends.base import F32, I32, BackendModel, Batch, DType, Forward, Progress, Sampler
+from octavo.backends.numpy.sampler import NumpySampler
 from octavo.contracts import KVLayout
 from octavo.errors import ConfigError
 from octavo.ops import Activation, Attention, Rope, RopeStyle, Weight
@@ -114,10 +115,8 @@ class NumpyModel:
         return logits
 
     def make_sampler(self, max_num_seqs: int) -> Sampler:
-        """The numpy sampler."""
-        from octavo.backends.numpy.sampler import NumpySampler
-
-        return NumpySampler(max_num_seqs)
+        """The numpy sampler, over as many tokens as the embedding has rows."""
+        return NumpySampler(max_num_seqs, self._weights["embed"].shape[0])
 
     def close(self) -> None:
         """Drops weights and cache."""
@@ -251,9 +250,7 @@ class NumpyOps:
         """silu(x) = x / (1 + exp(-x))."""
         match kind:
             case Activation.SILU:
-                with np.errstate(
-                    over="ignore"
-                ):  # exp(-x) of a very negative x is inf, and the quotient 0 as it should be
+                with np.errstate(over="ignore"):  # for a very negative x the quotient is 0, as it should be
                     activated: F32 = gate / (1 + np.exp(-gate)) * up
                 return activated
             case _ as unreachable:
