@@ -27,12 +27,6 @@ namespace octavo {
 namespace OCTAVO_ISA {
 namespace {
 
-#if defined(OCTAVO_ISA_avx512)
-inline constexpr int kMaxRows = 8;  // of a tile
-#else
-inline constexpr int kMaxRows = 4;
-#endif
-
 // What a tile fetches for the tiles of the next panels: `lines` cache lines for each 64 bytes * (its own lines per
 // step).
 struct Prefetch {
@@ -118,7 +112,7 @@ OCTAVO_INLINE void dot_u4_half(const uint8_t* levels, bool symmetric, const Quan
                                __m256i (&dots)[R]) {
   __m256i sums[R];
   for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_si256();
-#pragma GCC unroll 4
+#pragma GCC unroll 1
   for (int j = 0; j < 4; ++j) {
     const __m256i pair = _mm256_load_si256(reinterpret_cast<const __m256i*>(levels + 64 * j));
     const __m256i low = low_nibbles(pair);
@@ -150,7 +144,7 @@ template <int R>
 OCTAVO_INLINE void dot_u8_half(const uint8_t* levels, const QuantBlock* input, int64_t stride, __m256i (&dots)[R]) {
   __m256i low_sums[R], high_sums[R];
   for (int r = 0; r < R; ++r) low_sums[r] = high_sums[r] = _mm256_setzero_si256();
-#pragma GCC unroll 8
+#pragma GCC unroll 1
   for (int j = 0; j < 8; ++j) {
     const __m256i level = _mm256_load_si256(reinterpret_cast<const __m256i*>(levels + 64 * j));
     const __m256i low = low_nibbles(level);
@@ -179,65 +173,84 @@ OCTAVO_INLINE void dot_u8(const uint8_t* levels, const QuantBlock* input, int64_
 
 #else  // portable
 
-// Sixteen products of a nibble and an activation are at most 16 * 15 * 127 = 30480, so 16-bit lanes hold their sum.
-// Levels of 8 bits are two nibbles.
+// Vectors of 16-bit lanes, which GCC and clang compile to any target's. A lane holds two levels of a column (as bytes,
+// k even or odd) and sums at most 16 products of a nibble and an activation: 16 * 15 * 127 = 30480. Levels of 8 bits
+// are two nibbles. Little-endian, as GGUF.
+typedef int16_t Short8 __attribute__((vector_size(16)));
+typedef uint16_t UShort8 __attribute__((vector_size(16)));
 
-struct Nibbles {
-  int16_t at[kQuantBlock][kPanel];  // [k][column]
-};
+inline constexpr int kQuarters = 4;  // of the 64 bytes that hold 4 k of 16 columns: 4 columns each
 
-inline void multiply(const Nibbles& levels, const int8_t* x, int32_t factor, int32_t (&dots)[kPanel]) {
-  for (int begin = 0; begin < kQuantBlock; begin += 16) {
-    int16_t sums[kPanel] = {};
-    for (int k = begin; k < begin + 16; ++k) {
-      const int16_t activation = x[k];
-      for (int c = 0; c < kPanel; ++c) sums[c] = static_cast<int16_t>(sums[c] + levels.at[k][c] * activation);
-    }
-    for (int c = 0; c < kPanel; ++c) dots[c] += factor * sums[c];
-  }
+// The levels of k, k + 2 in turn, times theirs, plus the levels of k + 1, k + 3 times theirs.
+OCTAVO_INLINE Short8 multiply4(UShort8 levels, const int8_t* x) {
+  const Short8 even = {x[0], x[2], x[0], x[2], x[0], x[2], x[0], x[2]};
+  const Short8 odd = {x[1], x[3], x[1], x[3], x[1], x[3], x[1], x[3]};
+  return reinterpret_cast<Short8>(levels & 15) * even + reinterpret_cast<Short8>(levels >> 8 & 15) * odd;
+}
+
+OCTAVO_INLINE UShort8 load_quarter(const uint8_t* levels, int quarter) {
+  UShort8 result;
+  memcpy(&result, levels + 16 * quarter, sizeof result);
+  return result;
+}
+
+OCTAVO_INLINE void add_columns(const Short8 (&sums)[kQuarters], int32_t factor, int32_t (&dots)[kPanel]) {
+  for (int c = 0; c < kPanel; ++c) dots[c] += factor * (sums[c / 4][c % 4 * 2] + sums[c / 4][c % 4 * 2 + 1]);
 }
 
 template <int R>
 inline void dot_u4(const uint8_t* levels, bool symmetric, const QuantBlock* input, int64_t stride, I16 (&dots)[R]) {
-  Nibbles unpacked;
-  for (int k = 0; k < 16; ++k) {
-    for (int c = 0; c < kPanel; ++c) {
-      const int pair = levels[k / 4 * 64 + c * 4 + k % 4];
-      unpacked.at[k][c] = static_cast<int16_t>(pair & 15);
-      unpacked.at[k + 16][c] = static_cast<int16_t>(pair >> 4);
-    }
-  }
   for (int r = 0; r < R; ++r) {
     const QuantBlock& x = input[r * stride];
+    Short8 sums[kQuarters] = {};
+    for (int j = 0; j < 4; ++j) {
+      for (int i = 0; i < kQuarters; ++i) {
+        const UShort8 pairs = load_quarter(levels + 64 * j, i);
+        sums[i] += multiply4(pairs, x.values + 4 * j) + multiply4(pairs >> 4, x.values + 4 * j + 16);
+      }
+    }
     for (int32_t& dot : dots[r].v) dot = symmetric ? x.offset / 16 : 0;
-    multiply(unpacked, x.values, 1, dots[r].v);
+    add_columns(sums, 1, dots[r].v);
   }
 }
 
 template <int R>
 inline void dot_u8(const uint8_t* levels, const QuantBlock* input, int64_t stride, I16 (&dots)[R]) {
-  Nibbles low, high;
-  for (int k = 0; k < kQuantBlock; ++k) {
-    for (int c = 0; c < kPanel; ++c) {
-      const int level = levels[k / 4 * 64 + c * 4 + k % 4];
-      low.at[k][c] = static_cast<int16_t>(level & 15);
-      high.at[k][c] = static_cast<int16_t>(level >> 4);
-    }
-  }
   for (int r = 0; r < R; ++r) {
     const QuantBlock& x = input[r * stride];
+    Short8 low[kQuarters] = {}, high[kQuarters] = {};
+    for (int j = 0; j < 8; ++j) {
+      for (int i = 0; i < kQuarters; ++i) {
+        const UShort8 level = load_quarter(levels + 64 * j, i);
+        low[i] += multiply4(level, x.values + 4 * j);
+        high[i] += multiply4(level >> 4, x.values + 4 * j);
+      }
+    }
     for (int32_t& dot : dots[r].v) dot = x.offset;
-    multiply(low, x.values, 1, dots[r].v);
-    multiply(high, x.values, 16, dots[r].v);
+    add_columns(low, 1, dots[r].v);
+    add_columns(high, 16, dots[r].v);
   }
 }
 
 #endif
 
-// ---- Tiles. Each packing names its lines of weights per step, and a tile of R rows and P panels.
+// ---- Tiles. Each packing names its lines of weights per step, the most rows of a tile, and how many panels a tile of
+// so many rows takes. Chains of dependent operations must be enough to hide their latency, accumulators and weights few
+// enough for the registers.
+
+#if defined(OCTAVO_ISA_avx512)
+inline constexpr int kIntegerRows = 8;
+inline constexpr int kFloatRows = 6;
+constexpr int float_panels(int rows) { return rows <= 4 ? 4 : 3; }
+#else
+inline constexpr int kIntegerRows = 4;
+inline constexpr int kFloatRows = 4;
+constexpr int float_panels(int rows) { return rows <= 2 ? 2 : 1; }
+#endif
 
 struct U4Min {
   static constexpr int64_t kStepLines = kU4MinBlockBytes / 64;
+  static constexpr int kRows = kIntegerRows;
   static int64_t steps(int64_t k) { return k / kQuantBlock; }
   static constexpr int panels(int) { return 1; }
 
@@ -269,6 +282,7 @@ struct U4Min {
 template <int64_t kLevelBytes>
 struct Paired {
   static constexpr int64_t kStepLines = (2 * kHalvesBytes + 2 * kLevelBytes) / 64 / 2 + 1;
+  static constexpr int kRows = kIntegerRows;
   static int64_t steps(int64_t k) { return k / kQuantBlock; }
   static constexpr int panels(int) { return 1; }
 
@@ -337,16 +351,9 @@ OCTAVO_INLINE F16 multiply_pairs(const Pairs& w, uint32_t x, F16 acc) {
 }
 #endif
 
-// Panels of a tile of floats: chains of dependent fma must be enough to hide their latency, weights few enough for the
-// registers.
-#if defined(OCTAVO_ISA_avx512)
-constexpr int float_panels(int rows) { return rows <= 4 ? 4 : 3; }
-#else
-constexpr int float_panels(int rows) { return rows <= 2 ? 2 : 1; }
-#endif
-
 struct BF16 {
   static constexpr int64_t kStepLines = 1;
+  static constexpr int kRows = kFloatRows;
   static int64_t steps(int64_t k) { return (k + 1) / 2; }
   static constexpr int panels(int rows) { return float_panels(rows); }
 
@@ -388,6 +395,7 @@ struct BF16 {
 
 struct F32 {
   static constexpr int64_t kStepLines = 1;
+  static constexpr int kRows = kFloatRows;
   static int64_t steps(int64_t k) { return k; }
   static constexpr int panels(int rows) { return float_panels(rows); }
 
@@ -415,29 +423,35 @@ struct F32 {
 
 // ---- All rows of a range of panels.
 
-using Tile = void (*)(const LinearArgs& args, int64_t panel, int64_t row, Prefetch prefetch);
-
-template <class Weights>
-struct Tiles {
-  Tile wide[kMaxRows];    // by rows - 1: Weights::panels(rows) panels at a time
-  Tile narrow[kMaxRows];  // one panel
+template <int... kIndex>
+struct Sequence {};
+template <int N, int... kIndex>
+struct Count : Count<N - 1, N - 1, kIndex...> {};
+template <int... kIndex>
+struct Count<0, kIndex...> {
+  using Type = Sequence<kIndex...>;  // 0 .. N - 1
 };
 
-template <class Weights, int... kRows>
-constexpr Tiles<Weights> make_tiles() {
-  return {{&Weights::template tile<kRows, Weights::panels(kRows)>...}, {&Weights::template tile<kRows, 1>...}};
+using Tile = void (*)(const LinearArgs& args, int64_t panel, int64_t row, Prefetch prefetch);
+
+// By rows - 1.
+template <class Weights>
+struct Tiles {
+  Tile wide[Weights::kRows];    // Weights::panels(rows) panels at a time
+  Tile narrow[Weights::kRows];  // one panel
+};
+
+template <class Weights, int... kRow>
+constexpr Tiles<Weights> make_tiles(Sequence<kRow...>) {
+  return {{&Weights::template tile<kRow + 1, Weights::panels(kRow + 1)>...}, {&Weights::template tile<kRow + 1, 1>...}};
 }
 
 template <class Weights>
 void multiply_panels(const LinearArgs& args, int64_t panel_begin, int64_t panel_end) {
-#if defined(OCTAVO_ISA_avx512)
-  static constexpr Tiles<Weights> kTiles = make_tiles<Weights, 1, 2, 3, 4, 5, 6, 7, 8>();
-#else
-  static constexpr Tiles<Weights> kTiles = make_tiles<Weights, 1, 2, 3, 4>();
-#endif
+  static constexpr Tiles<Weights> kTiles = make_tiles<Weights>(typename Count<Weights::kRows>::Type{});
   const int64_t rows = args.input.rows;
   if (rows == 0) return;
-  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  const int64_t tiles = (rows + Weights::kRows - 1) / Weights::kRows;
   const int64_t most_rows = (rows + tiles - 1) / tiles;  // balanced: tiles differ by one row at most
   const int64_t steps = Weights::steps(args.weight.k);
   for (int64_t panel = panel_begin; panel < panel_end;) {
@@ -468,11 +482,11 @@ void quantize_row(const float* x, int64_t k, QuantBlock* out) {
   constexpr int32_t kRoundBits = 0x4b400000;  // of kRound
   constexpr int32_t kInfinityBits = 0x7f800000;
   for (int64_t b = 0; b < k / kQuantBlock; ++b, x += kQuantBlock, ++out) {
-    int32_t bits[kQuantBlock];
-    memcpy(bits, x, sizeof bits);
     int32_t most = 0;  // magnitudes order like their bits
     for (int i = 0; i < kQuantBlock; ++i) {
-      const int32_t magnitude = bits[i] & INT32_MAX;
+      int32_t magnitude;
+      memcpy(&magnitude, x + i, sizeof magnitude);
+      magnitude &= INT32_MAX;
       most = magnitude > most ? magnitude : most;
     }
     float absmax;
@@ -484,15 +498,15 @@ void quantize_row(const float* x, int64_t k, QuantBlock* out) {
     }
     out->scale = absmax / 127.0f;
     const float inverse = 127.0f / absmax;
-    int32_t total = 0;
+    int32_t values[kQuantBlock];
     for (int i = 0; i < kQuantBlock; ++i) {
       const float shifted = x[i] * inverse + kRound;
-      int32_t value;
-      memcpy(&value, &shifted, sizeof value);
-      value -= kRoundBits;
-      total += value;
-      out->values[i] = static_cast<int8_t>(value);
+      memcpy(&values[i], &shifted, sizeof shifted);
+      values[i] -= kRoundBits;
     }
+    int32_t total = 0;
+    for (int i = 0; i < kQuantBlock; ++i) total += values[i];
+    for (int i = 0; i < kQuantBlock; ++i) out->values[i] = static_cast<int8_t>(values[i]);
     out->sum = out->scale * static_cast<float>(total);
     out->offset = -128 * total;
   }
