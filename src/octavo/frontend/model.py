@@ -37,10 +37,8 @@ class ServedModel:
     max_request_tokens: int | None = None
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """SamplingParams of the values that are not None, the rest from `default_sampling`, then the class's defaults.
+        """SamplingParams of the given values, the rest from `default_sampling`, then the class's defaults.
 
         Raises what SamplingParams raises.
         """
-        return SamplingParams(
-            **{**self.default_sampling, **{name: value for name, value in given.items() if value is not None}}
-        )
+        return SamplingParams(**{**self.default_sampling, **given})

@@ -1,18 +1,25 @@
 """From text and parameters to `GenerateRequest`s: the last place that sees text, and the door for everything that
 needs the model.
 
-Knows no HTTP and no engine.
+Knows no HTTP and no engine. Everything here is pure computation on the caller's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.contracts import GenerateRequest
+from octavo.contracts import GenerateRequest, RequestId, TokenSampling
+from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo.frontend.model import ServedModel
 from octavo.frontend.params import SamplingParams
+
+MAX_SALT_CHARACTERS = 1024
+MAX_PRIORITY = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +40,8 @@ class Prepared:
 
 
 class RequestBuilder:
-    """Builds and validates requests for one model. Thread-safe; raises InvalidRequestError and its kin, never
-    anything else for bad input.
+    """Builds and validates requests for one model. Bad input raises InvalidRequestError or one of its kin, nothing
+    else.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -51,8 +58,20 @@ class RequestBuilder:
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
     ) -> Prepared:
-        """A completion of a text or of token ids. Raises InvalidRequestError, ContextLengthError."""
-        raise NotImplementedError
+        """A completion of a text or of token ids.
+
+        An empty prompt is refused unless the tokenizer puts a beginning-of-sequence token before it; an over-long one
+        is refused, never cut. `cache_salt` keeps the prompt's cached blocks apart from those of other salts. Raises
+        InvalidRequestError, ContextLengthError.
+        """
+        if isinstance(prompt, str):
+            self.check_characters(len(prompt))
+            text: str | None = prompt
+            token_ids = tuple(self.model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        else:
+            text = None
+            token_ids = self.check_token_ids("prompt", prompt)
+        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s)
 
     def build_chat(
         self,
@@ -68,7 +87,176 @@ class RequestBuilder:
         cache_salt: str | None = None,
         arrival_s: float | None = None,
     ) -> Prepared:
-        """An answer to a conversation, through the model's chat template. Raises InvalidRequestError,
-        ContextLengthError.
+        """An answer to a conversation, through the model's chat template.
+
+        Raises InvalidRequestError also when the model has no usable template, ContextLengthError.
         """
         raise NotImplementedError
+
+    def check_token_ids(self, field: str, token_ids: Iterable[Any]) -> tuple[int, ...]:
+        """The ids as a tuple, every one known to the model. Raises InvalidRequestError, ContextLengthError for too
+        many.
+        """
+        if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
+            raise InvalidRequestError(f"{field} must be a text or a list of token ids", param=field)
+        if field == "prompt" and len(token_ids) > self.model.max_model_len:
+            raise self._too_long(len(token_ids), None)
+        vocab_size = self.model.vocab_size
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise InvalidRequestError(
+                    f"{field} holds {token!r:.40}: token ids are integers from 0 to {vocab_size - 1}", param=field
+                )
+        return tuple(token_ids)
+
+    def check_characters(self, count: int) -> None:
+        """Refuses a text that cannot fit the context before time is spent on its tokens. Raises ContextLengthError."""
+        most = self.model.max_model_len * self.model.tokenizer.max_token_characters
+        if count > most:
+            raise ContextLengthError(
+                f"the prompt has {count} characters, but the context of {self.model.max_model_len} tokens holds at most "
+                f"{most}: shorten the prompt",
+                param="prompt",
+            )
+
+    def _prepare(
+        self,
+        text: str | None,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        tenant: str,
+        priority: int,
+        cache_salt: str | None,
+        arrival_s: float | None,
+    ) -> Prepared:
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
+        if not -MAX_PRIORITY <= priority < MAX_PRIORITY:
+            raise InvalidRequestError("priority must be a 32-bit integer", param="priority")
+        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARACTERS:
+            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters", param="cache_salt")
+        namespace = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+        sampling = self._sampling(params, len(token_ids))
+        parent = uuid.uuid4().hex
+        arrival_s = time.monotonic() if arrival_s is None else arrival_s
+        requests = tuple(
+            GenerateRequest(
+                request_id=RequestId(f"{parent}-{choice}"),
+                prompt_token_ids=token_ids,
+                sampling=sampling if choice == 0 else _with_choice(sampling, choice),
+                parent=parent,
+                namespace=namespace,
+                tenant=tenant,
+                priority=priority,
+                arrival_s=arrival_s,
+            )
+            for choice in range(params.n)
+        )
+        return Prepared(requests, text, token_ids, params)
+
+    def _sampling(self, params: SamplingParams, num_prompt_tokens: int) -> TokenSampling:
+        model = self.model
+        max_tokens = self._max_tokens(params, num_prompt_tokens)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that can be generated",
+                param="min_tokens",
+            )
+        for field in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(field, getattr(params, field))
+        bias = params.logit_bias or {}
+        self.check_token_ids("logit_bias", tuple(bias))
+        allowed = params.allowed_token_ids
+        if allowed is not None and len(allowed) > model.vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids may hold at most {model.vocab_size} ids", param="allowed_token_ids"
+            )
+        return TokenSampling(
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            temperature=float(params.temperature),
+            # top_p 0 keeps the most likely token, which top_k says without a threshold.
+            top_k=1 if params.top_p == 0 else 0 if not 0 < params.top_k < model.vocab_size else params.top_k,
+            top_p=1.0 if params.top_p == 0 else float(params.top_p),
+            min_p=float(params.min_p),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            repetition_penalty=float(params.repetition_penalty),
+            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+            eos_token_ids=model.eos_token_ids,
+            stop_token_ids=tuple(
+                dict.fromkeys(self.check_token_ids("stop_token_ids", tuple(params.stop_token_ids or ())))
+            ),
+            ignore_eos=params.ignore_eos,
+            logit_bias=tuple(sorted((token, float(value)) for token, value in bias.items())),
+            allowed_token_ids=None
+            if allowed is None
+            else tuple(sorted(set(self.check_token_ids("allowed_token_ids", tuple(allowed))))),
+            bad_words=self._bad_words(params.bad_words or ()),
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        model = self.model
+        if num_prompt_tokens >= model.max_model_len:
+            raise self._too_long(num_prompt_tokens, params.max_tokens)
+        if params.max_tokens is None:
+            most = model.max_model_len if model.max_request_tokens is None else model.max_request_tokens
+            return max(min(model.max_model_len, most) - num_prompt_tokens, 1)
+        total = num_prompt_tokens + params.max_tokens
+        if total > model.max_model_len:
+            raise self._too_long(num_prompt_tokens, params.max_tokens)
+        if model.max_request_tokens is not None and total > model.max_request_tokens:
+            raise ContextLengthError(
+                f"the KV cache holds {model.max_request_tokens} tokens, but the prompt has {num_prompt_tokens} and "
+                f"max_tokens asks for {params.max_tokens} more ({total} in all): ask for less or enlarge --kv-cache-memory",
+                param="max_tokens",
+            )
+        return params.max_tokens
+
+    def _too_long(self, num_prompt_tokens: int, max_tokens: int | None) -> ContextLengthError:
+        limit = self.model.max_model_len
+        if num_prompt_tokens >= limit:
+            return ContextLengthError(
+                f"the context is {limit} tokens, but the prompt alone has {num_prompt_tokens}"
+                + (" and leaves no room for an answer" if num_prompt_tokens == limit else "")
+                + ": shorten the prompt",
+                param="prompt",
+            )
+        assert max_tokens is not None
+        return ContextLengthError(
+            f"the context is {limit} tokens, but the prompt has {num_prompt_tokens} and max_tokens asks for {max_tokens} more "
+            f"({num_prompt_tokens + max_tokens} in all): shorten the prompt or lower max_tokens to "
+            f"{limit - num_prompt_tokens}",
+            param="max_tokens",
+        )
+
+    def _check_logprobs(self, field: str, count: int | None) -> None:
+        most = self.model.max_logprobs
+        if count is None or most == -1:
+            return
+        if count > most or (count == -1 and most < self.model.vocab_size):
+            asked = "the whole vocabulary" if count == -1 else f"{count}"
+            raise InvalidRequestError(
+                f"{field} asks for {asked}, but this server gives at most {most} (--max-logprobs)", param=field
+            )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word at the start of a text and after a space, as the tokenizer spells it: other spellings stay
+        possible.
+        """
+        spellings: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip()
+            for text in (bare, f" {bare}") if bare else (word,):
+                token_ids = tuple(self.model.tokenizer.encode(text, add_special_tokens=False))
+                if token_ids:
+                    spellings[token_ids] = None
+        return tuple(spellings)
+
+
+def _with_choice(sampling: TokenSampling, choice: int) -> TokenSampling:
+    import msgspec
+
+    return msgspec.structs.replace(sampling, choice=choice)

@@ -1,0 +1,338 @@
+"""Composes an engine: checkpoint -> weights, tokenizer, memory budget -> executor, scheduler, loop, in a thread or a
+child process.
+
+The only place that knows all the parts. It decides how much memory the KV cache gets and how long the context is;
+everything else it passes on. Knows no HTTP and no event loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.config import Config, SchedulerConfig, ServerConfig
+from octavo.contracts import Executor, Inbox, KVGroup, KVLayout, Outbox
+from octavo.errors import ConfigError
+from octavo.frontend.link import ChildLink, EngineLink, Hooks, Progress, ThreadLink
+from octavo.frontend.model import ServedModel
+from octavo.frontend.wire import Configure, EngineFacts
+
+if TYPE_CHECKING:
+    from octavo.engine import Scheduler
+    from octavo.loaders.checkpoint import Checkpoint
+    from octavo.text.template import ChatTemplate
+    from octavo.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("octavo")
+
+DEFAULT_KV_BYTES = 1 << 30
+"""The KV cache's budget when nothing is configured, or a quarter of the free memory where that is less."""
+DEFAULT_BATCHED_TOKENS = 512
+_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DEFAULT_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What stays beside the clients: everything about text."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    chat_template_error: str | None
+    eos_token_ids: tuple[int, ...]
+    default_sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """What goes into the engine's thread or process. `run` takes over the executor; `close` is for when it never ran."""
+
+    facts: EngineFacts
+    scheduler: Scheduler
+    executor: Executor
+
+    def run(self, inbox: Inbox, outbox: Outbox) -> None:
+        """Runs the engine loop until it is told to shut down."""
+        from octavo.engine import EngineLoop
+
+        EngineLoop(self.scheduler, self.executor, inbox, outbox).run()
+
+    def close(self) -> None:
+        """Frees weights and cache. Idempotent."""
+        self.executor.close()
+
+
+def open_engine(config: Config, hooks: Hooks, progress: Progress | None = None) -> tuple[EngineLink, ServedModel]:
+    """Loads the configured model and starts its engine loop. Blocks until it is ready for requests.
+
+    Weights load in this thread (or in the child) while the tokenizer loads in another.
+    Raises ConfigError, ModelUnavailableError, ModelFileError, UnsupportedModelError.
+    """
+    from octavo.loaders.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(config.model.model, revision=config.model.revision, check_config=_check_family)
+    with ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer") as pool:
+        loading = pool.submit(load_front, checkpoint, config)
+        link: EngineLink
+        if config.backend.engine_process:
+            child = ChildLink(Configure(_for_child(config, checkpoint)), hooks)
+            link, facts = child, child.wait_loaded(progress)
+        else:
+            back = load_back(checkpoint, config, progress)
+            link, facts = ThreadLink(back.run, hooks), back.facts
+        try:
+            front = loading.result()
+        except BaseException:
+            link.close()
+            raise
+    for warning in facts.warnings:
+        _log.warning("%s", warning)
+    return link, served_model(config, front, facts)
+
+
+def open_with_executor(
+    config: Config, model: ServedModel, executor: Executor, hooks: Hooks, *, num_blocks: int | None = None
+) -> tuple[EngineLink, ServedModel]:
+    """An engine loop in a thread over a given executor. `num_blocks` bounds its KV pool; default: all slots at full
+    length.
+    """
+    from octavo.engine import Scheduler
+
+    scheduling = resolve_scheduler(config.scheduler, model.max_model_len)
+    block_size = config.cache.block_size
+    per_request = -(-model.max_model_len // block_size)
+    layout = KVLayout(
+        block_size=block_size,
+        groups=(KVGroup(layers=(0,)),),
+        num_blocks=(num_blocks or per_request * scheduling.max_num_seqs,),
+    )
+    scheduler = Scheduler(
+        layout,
+        scheduling,
+        max_model_len=model.max_model_len,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    facts = EngineFacts(
+        max_model_len=model.max_model_len, vocab_rows=model.vocab_size, max_request_tokens=scheduler.max_request_tokens
+    )
+    model = replace(model, max_request_tokens=scheduler.max_request_tokens)
+    return ThreadLink(Back(facts, scheduler, executor).run, hooks), model
+
+
+def load_front(checkpoint: Checkpoint, config: Config) -> Front:
+    """Tokenizer, chat template and default sampling of a checkpoint."""
+    from octavo.text.template import ChatTemplate
+    from octavo.text.tokenizer import Tokenizer
+
+    TODO
+
+
+def load_back(checkpoint: Checkpoint, config: Config, progress: Progress | None = None) -> Back:
+    """Weights, KV cache and scheduler.
+
+    Raises ConfigError when memory or context length cannot be as configured.
+    """
+    from octavo.backends import make_backend
+    from octavo.engine import Scheduler
+    from octavo.obs.machine import free_memory_bytes
+    from octavo.runner.load import load_model, read_spec
+    from octavo.runner.model_runner import ModelRunner
+
+    spec = read_spec(checkpoint)
+    asked = config.model.max_model_len
+    if asked is not None and not 1 <= asked <= spec.max_context:
+        raise ConfigError(
+            f"--max-model-len is {asked}, but this model's context is 1 to {spec.max_context} tokens",
+            param="max_model_len",
+        )
+    free_bytes = free_memory_bytes()
+    loaded = load_model(checkpoint, make_backend(config.backend), dtype=config.model.dtype, progress=progress)
+    try:
+        budget = budget_memory(
+            config,
+            spec.kv_groups(loaded.model.bytes_per_kv_value),
+            spec.max_context,
+            free_bytes,
+            loaded.model.weight_bytes,
+        )
+        scheduling = resolve_scheduler(config.scheduler, budget.max_model_len)
+        scheduler = Scheduler(
+            budget.layout,
+            scheduling,
+            max_model_len=budget.max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            namespace=_namespace(checkpoint, loaded.model.arithmetic, budget.layout),
+        )
+        executor = ModelRunner(
+            loaded.model, budget.layout, max_num_seqs=scheduling.max_num_seqs, max_model_len=budget.max_model_len
+        )
+    except BaseException:
+        loaded.model.close()
+        raise
+    facts = EngineFacts(
+        max_model_len=budget.max_model_len,
+        vocab_rows=spec.vocab_size,
+        max_request_tokens=scheduler.max_request_tokens,
+        warnings=budget.warnings,
+    )
+    return Back(facts, scheduler, executor)
+
+
+def served_model(config: Config, front: Front, facts: EngineFacts) -> ServedModel:
+    """What both halves know, as clients see it."""
+    if config.model.max_logprobs < -1:
+        raise ConfigError("--max-logprobs must be 0 or more, or -1 for no bound", param="max_logprobs")
+    return ServedModel(
+        names=config.model.served_model_name or (front.name,),
+        tokenizer=front.tokenizer,
+        chat_template=front.chat_template,
+        chat_template_error=front.chat_template_error,
+        max_model_len=facts.max_model_len,
+        vocab_size=min(front.tokenizer.vocab_size, facts.vocab_rows),
+        eos_token_ids=front.eos_token_ids,
+        default_sampling=front.default_sampling,
+        created=int(time.time()),
+        max_logprobs=config.model.max_logprobs,
+        max_request_tokens=facts.max_request_tokens,
+    )
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The KV cache's pools and the context they allow."""
+
+    layout: KVLayout
+    max_model_len: int
+    warnings: tuple[str, ...] = ()
+
+
+def budget_memory(
+    config: Config, groups: tuple[KVGroup, ...], max_context: int, free_bytes: int, weight_bytes: int
+) -> Budget:
+    """Sizes the KV cache. `free_bytes` is what was free before the weights of `weight_bytes` were loaded.
+
+    `--kv-cache-memory` is taken as it is, else `--gpu-memory-utilization` times the free memory, less the weights;
+    else a modest default. One request of the full context must fit: the model's own context is reduced to what fits,
+    with a warning, an explicit --max-model-len is refused. Raises ConfigError.
+    """
+    from octavo.runner.kv_budget import kv_layout, longest_context, request_bytes
+
+    block_size = config.cache.block_size
+    left_bytes = max(free_bytes - weight_bytes, 0)
+    memory_bytes, source = _kv_bytes(config, free_bytes, weight_bytes)
+    asked = config.model.max_model_len
+    longest = asked or max_context
+    max_chunk = _batched_tokens(config.scheduler, longest)
+    fits = longest_context(groups, memory_bytes, longest, block_size=block_size, max_chunk=max_chunk)
+    needs = request_bytes(groups, longest, block_size=block_size, max_chunk=max_chunk)
+    warnings: list[str] = []
+    if fits < longest:
+        what = (
+            f"a context of {longest} tokens needs {_text(needs)} of KV cache, but {source} gives {_text(memory_bytes)}"
+        )
+        if asked is not None or fits < block_size:
+            remedy = f"lower --max-model-len to {fits} or " if fits >= block_size else ""
+            raise ConfigError(f"{what}: {remedy}give it more with --kv-cache-memory", param="max_model_len")
+        warnings.append(
+            f"{what}: the context is reduced to {fits} tokens; --kv-cache-memory {needs} would allow all of it"
+        )
+    layout = kv_layout(
+        groups,
+        memory_bytes,
+        max_model_len=min(fits, longest),
+        block_size=block_size,
+        max_chunk=max_chunk,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+    if memory_bytes > left_bytes:
+        raise ConfigError(
+            f"{source} gives the KV cache {_text(memory_bytes)}, but only {_text(left_bytes)} are free beside the weights",
+            param="kv_cache_memory",
+        )
+    return Budget(layout, min(fits, longest), tuple(warnings))
+
+
+def resolve_scheduler(config: SchedulerConfig, max_model_len: int) -> SchedulerConfig:
+    """The scheduler's section with the default of max_num_batched_tokens filled in."""
+    return msgspec.structs.replace(config, max_num_batched_tokens=_batched_tokens(config, max_model_len))
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Bytes of "1073741824", "512M", "1.5G", "2GiB". Suffixes are powers of 1024. Raises ConfigError."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"--{flag} is {text!r:.40}: give bytes, or a number with K, M, G or T", param=flag)
+    return (
+        int(float(match[1]) * _SUFFIXES[match[2].upper()])
+        if "." in match[1]
+        else int(match[1]) * _SUFFIXES[match[2].upper()]
+    )
+
+
+def _kv_bytes(config: Config, free_bytes: int, weight_bytes: int) -> tuple[int, str]:
+    """The KV cache's budget, and what decided it."""
+    cache = config.cache
+    if cache.kv_cache_memory is not None:
+        return parse_bytes(cache.kv_cache_memory, "kv-cache-memory"), f"--kv-cache-memory {cache.kv_cache_memory}"
+    if cache.gpu_memory_utilization is not None:
+        share = cache.gpu_memory_utilization
+        if not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {share:g}: give a share above 0 and up to 1",
+                param="gpu_memory_utilization",
+            )
+        return max(int(share * free_bytes) - weight_bytes, 0), (
+            f"--gpu-memory-utilization {share:g} of {_text(free_bytes)} free, less {_text(weight_bytes)} of weights,"
+        )
+    return min(DEFAULT_KV_BYTES, max(free_bytes - weight_bytes, 0) // 4), "the default budget"
+
+
+def _batched_tokens(config: SchedulerConfig, max_model_len: int) -> int:
+    if config.max_num_batched_tokens is not None:
+        if config.max_num_batched_tokens < 1:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {config.max_num_batched_tokens}: it must be at least 1",
+                param="max_num_batched_tokens",
+            )
+        return config.max_num_batched_tokens
+    whole = 0 if config.enable_chunked_prefill else max_model_len
+    return max(DEFAULT_BATCHED_TOKENS, config.max_num_seqs, whole)
+
+
+def _for_child(config: Config, checkpoint: Checkpoint) -> Config:
+    """The configuration a child gets: the files as found here, and nothing of the server."""
+    model = msgspec.structs.replace(config.model, model=str(checkpoint.path), revision=None)
+    return msgspec.structs.replace(config, model=model, server=ServerConfig())
+
+
+def _check_family(hf_config: Mapping[str, Any]) -> None:
+    """Refuses a repository's model by its config.json, before its weights are fetched."""
+    from octavo.models import find_family
+
+    architectures = hf_config.get("architectures")
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        find_family("hf", architectures[0]).from_hf(hf_config)
+
+
+def _namespace(checkpoint: Checkpoint, arithmetic: str, layout: KVLayout) -> bytes:
+    """What decides the bits of KV content besides the tokens."""
+    return hashlib.sha256(f"{checkpoint.digest.hex()}|{arithmetic}|{layout.block_size}".encode()).digest()
+
+
+def _text(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,355 @@
+"""`LLM`: the model in this program, without a server. vLLM's names, results in input order.
+
+Runs the same engine loop as the server, in a thread or a child process; the calling thread turns tokens into text and
+blocks until all is done. No event loop is needed. One thread at a time may use an `LLM`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import queue
+import random
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig
+from octavo.contracts import Add, Cancel, EngineOutput, ResetPrefixCache
+from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, OctavoError
+from octavo.frontend.link import WATCH_INTERVAL_S, Hooks, Watch
+from octavo.frontend.outputs import CompletionOutput, Delta, Logprob, LogprobEntry, RequestOutput
+from octavo.frontend.params import SamplingParams
+from octavo.frontend.requests import Prepared, RequestBuilder
+from octavo.frontend.stream import StreamTable, merge
+
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "backend": BackendConfig,
+}
+_ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
+_NOT_OFFLINE = frozenset({"served_model_name", "max_num_queued_reqs", "engine_restart"})
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the mappings may also hold "cache_salt"."""
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A loaded model.
+
+    model: catalogue name, .gguf file, Hugging Face folder or repository id. seed: makes requests without a seed of
+    their own repeatable, in the order in which they are given. All other keywords are the server's options with
+    underscores (dtype, revision, chat_template, max_model_len, max_logprobs, generation_config, block_size,
+    kv_cache_memory, gpu_memory_utilization, enable_prefix_caching, max_num_seqs, max_num_batched_tokens,
+    enable_chunked_prefill, backend, threads, engine_process).
+
+    Raises ConfigError for an unknown keyword or a wrong value, and what loading raises.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, seed: int | None = None, **options: Any) -> None:
+        from octavo.frontend.build import open_engine
+
+        config = _config(model, options)
+        self._random = None if seed is None else random.Random(seed)
+        self._incoming: queue.SimpleQueue[EngineOutput | str] = queue.SimpleQueue()
+        self._streams = StreamTable()
+        self._num_outputs = 0
+        self._dead = ""
+        hooks = Hooks(on_output=self._incoming.put, on_death=self._incoming.put)
+        self._link, self._model = open_engine(config, hooks)
+        self._builder = RequestBuilder(self._model)
+        # Also at interpreter exit: a loop in native code must end before the interpreter does.
+        self._finalizer = weakref.finalize(self, self._link.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes one prompt or many; results come in the order of the prompts.
+
+        sampling_params: one for all, one per prompt, or None for `get_default_sampling_params()`. Every prompt is
+        checked before any is run. Raises InvalidRequestError and its kin, EngineError when the engine failed.
+        """
+        given = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = self._per_prompt(sampling_params, len(given))
+        return self._run(
+            [self._prepare(prompt, self._seeded(one)) for prompt, one in zip(given, params, strict=True)], use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of messages) or many, through the model's chat template. Else like
+        `generate`.
+        """
+        conversations: list[Any] = [messages] if _is_one_conversation(messages) else list(messages)
+        params = self._per_prompt(sampling_params, len(conversations))
+        return self._run(
+            [
+                self._builder.build_chat(
+                    conversation,
+                    self._seeded(one),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+                for conversation, one in zip(conversations, params, strict=True)
+            ],
+            use_tqdm,
+        )
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._model.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when no parameters are given: the model's own preferences, else the defaults of
+        SamplingParams.
+        """
+        return self._model.sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prompt beginnings. Always True, as nothing runs between calls."""
+        self._check_alive()
+        self._link.send(ResetPrefixCache())
+        return True
+
+    def close(self) -> None:
+        """Ends the engine and frees its memory. Idempotent."""
+        self._dead = self._dead or "it was closed"
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+        if not isinstance(prompt, Mapping):
+            return self._builder.build(prompt, params)
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+            raise InvalidRequestError(
+                f"a prompt has the unknown key {sorted(unknown)[0]!r}: known are prompt, prompt_token_ids and cache_salt",
+                param="prompts",
+            )
+        content = prompt.get("prompt_token_ids")
+        if content is None:
+            content = prompt.get("prompt")
+        if content is None:
+            raise InvalidRequestError("a prompt needs the key prompt or prompt_token_ids", param="prompts")
+        return self._builder.build(content, params, cache_salt=prompt.get("cache_salt"))
+
+    def _per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                f"{len(params)} sampling_params were given for {count} prompts: give one, or one per prompt",
+                param="sampling_params",
+            )
+        return params
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        if self._random is None or params.seed is not None:
+            return params
+        return msgspec.structs.replace(params, seed=self._random.getrandbits(64))
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDeadError(f"the engine is dead: {self._dead}")
+
+    def _run(self, prepared: Sequence[Prepared], use_tqdm: bool) -> list[RequestOutput]:
+        """Runs requests to their end. Whatever interrupts it, Ctrl-C included, cancels them."""
+        self._check_alive()
+        batch = _Batch(prepared, show=use_tqdm)
+        try:
+            for one, answer in zip(prepared, batch.answers, strict=True):
+                self._streams.add(one, self._model, answer.put)
+                self._link.send(Add(one.requests))
+            watch = Watch()
+            while batch.num_unfinished and batch.error is None:
+                self._receive(watch)
+            if batch.error is not None:
+                raise batch.error
+            return [answer.output() for answer in batch.answers]
+        except BaseException:
+            request_ids = tuple(request.request_id for one in prepared for request in one.requests)
+            self._streams.remove(request_ids)
+            self._link.send(Cancel(request_ids))
+            raise
+        finally:
+            batch.close()
+
+    def _receive(self, watch: Watch) -> None:
+        """Handles one output, or finds out that none will come."""
+        try:
+            # A child can stop without a word, which only waiting in rounds finds out; a thread cannot.
+            received = self._incoming.get(timeout=None if self._link.signs_of_life is None else WATCH_INTERVAL_S)
+        except queue.Empty:
+            fault = watch.look(self._link, self._num_outputs, work_waits=True)
+            if fault is None:
+                return
+            self._link.kill()
+            received = fault
+        if isinstance(received, str):
+            self._dead = received
+            self._streams.fail_all(EngineDeadError(f"the engine died: {received}"))
+            return
+        self._num_outputs += 1
+        _, cancels = self._streams.dispatch(received)
+        if cancels:
+            self._link.send(Cancel(cancels))
+
+
+class _Answer:
+    """What came of one prompt so far."""
+
+    def __init__(self, prepared: Prepared, batch: _Batch) -> None:
+        self._prepared = prepared
+        self._batch = batch
+        self._deltas: list[list[Delta]] = [[] for _ in prepared.requests]
+        self._num_unfinished = prepared.num_choices
+
+    def put(self, delta: Delta) -> None:
+        """Adds news of a choice."""
+        self._deltas[delta.index].append(delta)
+        self._batch.num_generated_tokens += len(delta.token_ids)
+        if delta.error is not None:
+            self._batch.error = delta.error
+        if delta.finish_reason is not None:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self._batch.finished(len(self._prepared.prompt_token_ids))
+
+    def output(self) -> RequestOutput:
+        """The finished answer."""
+        choices = [merge(deltas) for deltas in self._deltas]
+        prompt_logprobs = choices[0].prompt_logprobs
+        return RequestOutput(
+            request_id=self._prepared.requests[0].parent,
+            prompt=self._prepared.prompt,
+            prompt_token_ids=list(self._prepared.prompt_token_ids),
+            prompt_logprobs=None
+            if prompt_logprobs is None
+            else [None if entry is None else _position(entry) for entry in prompt_logprobs],
+            outputs=[_completion(choice) for choice in choices],
+            finished=True,
+            num_cached_tokens=choices[0].num_cached_tokens,
+        )
+
+
+class _Batch:
+    """All prompts of a call, and the progress bar."""
+
+    def __init__(self, prepared: Sequence[Prepared], *, show: bool) -> None:
+        self.answers = [_Answer(one, self) for one in prepared]
+        self.num_unfinished = len(self.answers)
+        self.num_generated_tokens = 0
+        self.error: OctavoError | None = None
+        self._num_prompt_tokens = 0
+        self._bar: Any = None
+        if show:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=len(self.answers), desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+
+    def finished(self, num_prompt_tokens: int) -> None:
+        """Notes that one prompt has all its answers."""
+        self.num_unfinished -= 1
+        self._num_prompt_tokens += num_prompt_tokens
+        if self._bar is not None:
+            elapsed_s = max(self._bar.format_dict["elapsed"], 1e-9)
+            self._bar.set_postfix_str(
+                f"in {self._num_prompt_tokens / elapsed_s:.1f} tok/s, out {self.num_generated_tokens / elapsed_s:.1f} tok/s",
+                refresh=False,
+            )
+            self._bar.update()
+
+    def close(self) -> None:
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _completion(choice: Delta) -> CompletionOutput:
+    logprobs = choice.logprobs
+    return CompletionOutput(
+        index=choice.index,
+        text=choice.text,
+        token_ids=list(choice.token_ids),
+        cumulative_logprob=None if logprobs is None else math.fsum(entry.logprob for entry in logprobs),
+        logprobs=None if logprobs is None else [_position(entry) for entry in logprobs],
+        finish_reason=None if choice.finish_reason is None else choice.finish_reason.value,
+        stop_reason=choice.stop_reason,
+    )
+
+
+def _position(entry: LogprobEntry) -> dict[int, Logprob]:
+    """A position in vLLM's shape: the token itself first, then the most likely ones."""
+    position = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
+    for rank, top in enumerate(entry.top, start=1):
+        position.setdefault(top.token_id, Logprob(top.logprob, rank, top.token))
+    return position
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+
+
+def _is_one_conversation(messages: Conversation | Sequence[Conversation]) -> bool:
+    return len(messages) > 0 and isinstance(messages[0], Mapping)
+
+
+def _config(model: str, options: Mapping[str, Any]) -> Config:
+    """The configuration that keywords ask for. Raises ConfigError."""
+    fields = {
+        field: section
+        for section, kind in _SECTIONS.items()
+        for field in kind.__struct_fields__
+        if field not in _NOT_OFFLINE and field != "model"
+    }
+    values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    values["model"]["model"] = str(model)
+    for name, value in options.items():
+        field = _ALIASES.get(name, name)
+        if field not in fields:
+            near = difflib.get_close_matches(name, [*fields, *_ALIASES, "seed"], 1)
+            raise ConfigError(
+                f"LLM has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""), param=name
+            )
+        values[fields[field]][field] = str(value) if field == "kv_cache_memory" and isinstance(value, int) else value
+    sections: dict[str, Any] = {}
+    for section, kind in _SECTIONS.items():
+        try:
+            sections[section] = msgspec.convert(values[section], kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"an option of LLM is wrong: {error}") from None
+    return Config(**sections)
