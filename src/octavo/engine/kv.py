@@ -98,7 +98,7 @@ class KVManager:
     @property
     def usage(self) -> float:
         """Used share (0..1) of the fullest pool. Cached blocks that no sequence holds count as free."""
-        return max(1.0 - pool.num_free / pool.num_blocks for pool in self.pools)
+        return max((pool.num_blocks - pool.num_free) / pool.num_blocks for pool in self.pools)
 
     def sequence(self, namespace: bytes) -> SequenceBlocks:
         """Empty tables for a sequence within a namespace of its own beside the model's."""
