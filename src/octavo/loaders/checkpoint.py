@@ -78,7 +78,7 @@ def open_checkpoint(
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     path = Path(reference).expanduser()
     repository = hub.parse_reference(reference)
-    is_local = reference in catalogue.CATALOGUE or _exists(path)
+    is_local = reference in catalogue.CATALOGUE or (reference != "" and _exists(path))
     if revision is not None and (is_local or repository is None):
         raise ConfigError(
             f"revision {revision!r} applies to Hugging Face repositories, not to {reference!r}", param="revision"
