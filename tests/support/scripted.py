@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+
 from octavo.config import CacheConfig, Config, SchedulerConfig
 from octavo.contracts import FinishReason, RequestId, SlotStart, TokenEvent, TokenLogprobs
 from octavo.frontend.engine import AsyncEngine
@@ -98,5 +99,5 @@ async def running(
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
     """Waits for a condition, looking often."""
     async with asyncio.timeout(limit_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.005)

@@ -14,15 +14,17 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.config import Config, SchedulerConfig, ServerConfig
 from octavo.contracts import Executor, Inbox, KVGroup, KVLayout, Outbox
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.frontend.link import ChildLink, EngineLink, Hooks, Progress, ThreadLink
 from octavo.frontend.model import ServedModel
+from octavo.frontend.params import SamplingParams
 from octavo.frontend.wire import Configure, EngineFacts
 
 if TYPE_CHECKING:
@@ -129,11 +131,83 @@ def open_with_executor(
 
 
 def load_front(checkpoint: Checkpoint, config: Config) -> Front:
-    """Tokenizer, chat template and default sampling of a checkpoint."""
-    from octavo.text.template import ChatTemplate
+    """Tokenizer, chat template and default sampling of a checkpoint.
+
+    A model without a usable template still serves completions, with a warning. Raises ModelFileError,
+    UnsupportedModelError, and ConfigError for a template file of the user's own that cannot be used.
+    """
+    from octavo.loaders.catalogue import cache_folder
     from octavo.text.tokenizer import Tokenizer
 
-    TODO
+    if checkpoint.kind == "gguf":
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, cache=cache_folder().parent / "tokenizers")
+    elif checkpoint.tokenizer_json is None:
+        raise ModelFileError(f"{checkpoint.name} has no tokenizer.json: octavo needs one beside the weights")
+    else:
+        tokenizer = Tokenizer.from_hf(
+            checkpoint.tokenizer_json,
+            checkpoint.tokenizer_config,
+            checkpoint.generation_config,
+            checkpoint.metadata,
+        )
+    template, problem = _load_template(checkpoint, config.model.chat_template, tokenizer)
+    return Front(
+        name=checkpoint.name,
+        tokenizer=tokenizer,
+        chat_template=template,
+        chat_template_error=problem,
+        eos_token_ids=tokenizer.eos_token_ids,
+        default_sampling=_default_sampling(checkpoint) if config.model.generation_config == "auto" else {},
+    )
+
+
+def _load_template(
+    checkpoint: Checkpoint, file: str | None, tokenizer: Tokenizer
+) -> tuple[ChatTemplate | None, str | None]:
+    """The template, or why there is none."""
+    from octavo.text.template import ChatTemplate
+
+    named = {name: checkpoint.tokenizer_config.get(name) for name in ("unk_token", "pad_token")}
+    texts = {name: value.get("content") if isinstance(value, Mapping) else value for name, value in named.items()}
+    specials = {name: text for name, text in texts.items() if isinstance(text, str)}
+    source = checkpoint.chat_template
+    if file is not None:
+        try:
+            source = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {file} cannot be read: {error}", param="chat_template") from None
+    if source is None:
+        problem = "this model has no chat template: use completions, or start the server with --chat-template FILE"
+    else:
+        try:
+            return (
+                ChatTemplate(
+                    source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, special_tokens=specials
+                ),
+                None,
+            )
+        except ModelFileError as error:
+            if file is not None:
+                raise ConfigError(f"--chat-template {file}: {error.message}", param="chat_template") from None
+            problem = f"this model's chat template cannot be used: {error.message}"
+    _log.warning("%s: chat is refused, completions work", problem)
+    return None, problem
+
+
+def _default_sampling(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The model's own preferences, under vLLM's rule: what generation_config.json says, if it is a possible value."""
+    values: dict[str, Any] = {}
+    for name in _DEFAULT_SAMPLING_FIELDS:
+        value = checkpoint.generation_config.get(name)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequestError as error:
+            _log.warning("generation_config.json is not followed in one point: %s", error.message)
+        else:
+            values[name] = value
+    return values
 
 
 def load_back(checkpoint: Checkpoint, config: Config, progress: Progress | None = None) -> Back:

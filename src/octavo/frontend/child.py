@@ -17,7 +17,17 @@ from contextlib import suppress
 
 from octavo.errors import OctavoError
 from octavo.frontend.link import ChannelOutbox, QueueInbox
-from octavo.frontend.wire import Beat, Channel, Configure, Crashed, Loaded, LoadFailed, LoadProgress, ToChild
+from octavo.frontend.wire import (
+    Beat,
+    Channel,
+    Configure,
+    Crashed,
+    Loaded,
+    LoadFailed,
+    LoadProgress,
+    ToChild,
+    to_child_decoder,
+)
 
 BEAT_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.05
@@ -28,7 +38,7 @@ def main(fd: int) -> int:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the parent decides what they mean for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=fd), ToChild)
+    channel = Channel(socket.socket(fileno=fd), to_child_decoder())
     configure = channel.receive()
     if not isinstance(configure, Configure):
         return 1
@@ -61,7 +71,7 @@ def main(fd: int) -> int:
     return 0
 
 
-def _receive(channel: Channel, inbox: QueueInbox) -> None:
+def _receive(channel: Channel[ToChild], inbox: QueueInbox) -> None:
     """Feeds the inbox. Without a parent there is nobody to work for: exit at once, whatever the loop is doing."""
     while (message := channel.receive()) is not None:
         if not isinstance(message, Configure):
@@ -69,7 +79,7 @@ def _receive(channel: Channel, inbox: QueueInbox) -> None:
     os._exit(1)
 
 
-def _beat(channel: Channel) -> None:
+def _beat(channel: Channel[ToChild]) -> None:
     """Tells the parent that this process is not stopped, however long a step takes."""
     with suppress(OSError):
         while True:
@@ -77,7 +87,7 @@ def _beat(channel: Channel) -> None:
             time.sleep(BEAT_INTERVAL_S)
 
 
-def _progress(channel: Channel) -> Callable[[int, int], None]:
+def _progress(channel: Channel[ToChild]) -> Callable[[int, int], None]:
     """Passes progress on, a few times a second."""
     last_s = 0.0
 

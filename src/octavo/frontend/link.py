@@ -22,7 +22,16 @@ from typing import Protocol
 from octavo import errors
 from octavo.contracts import EngineInput, EngineOutput, Inbox, Outbox, Shutdown
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.frontend.wire import Channel, Configure, Crashed, EngineFacts, FromChild, LoadFailed, LoadProgress, ToChild
+from octavo.frontend.wire import (
+    Channel,
+    Configure,
+    Crashed,
+    EngineFacts,
+    LoadFailed,
+    LoadProgress,
+    ToChild,
+    from_child_decoder,
+)
 from octavo.frontend.wire import Loaded as LoadedMessage
 
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -181,7 +190,7 @@ class ChildLink:
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )
-        self._channel = Channel(ours, FromChild)
+        self._channel = Channel(ours, from_child_decoder())
         self._outgoing.put(configure)
         self._reader = threading.Thread(target=self._read, name="octavo-child-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="octavo-child-writer", daemon=True)
@@ -288,7 +297,7 @@ class ChildLink:
 class ChannelOutbox:
     """An outbox into a child's socket. The other end always reads, so a full socket lasts for moments only."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
 
     def send(self, output: EngineOutput) -> None:

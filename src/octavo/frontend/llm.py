@@ -82,7 +82,7 @@ class LLM:
         sampling_params: one for all, one per prompt, or None for `get_default_sampling_params()`. Every prompt is
         checked before any is run. Raises InvalidRequestError and its kin, EngineError when the engine failed.
         """
-        given = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        given: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = self._per_prompt(sampling_params, len(given))
         return self._run(
             [self._prepare(prompt, self._seeded(one)) for prompt, one in zip(given, params, strict=True)], use_tqdm

@@ -1,7 +1,9 @@
-"""`octavo mock`: an engine without a model, for practising clients. It says the same text to everybody, at a scripted pace.
+"""`octavo mock`: an engine without a model, for practising clients. It says the same text to everybody, at a scripted
+pace.
 
-A prompt that contains `[error after N]` fails after N tokens, so that clients can practise errors before and in the middle of an answer.
-Scheduling, streaming, limits and metrics are those of the real server; nothing here is a benchmark.
+A prompt that contains `[error after N]` fails after N tokens, so that clients can practise errors before and in the
+middle of an answer. Scheduling, streaming, limits and metrics are those of the real server; nothing here is a
+benchmark.
 """
 
 from __future__ import annotations

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from octavo.contracts import GenerateRequest, RequestId, TokenSampling
 from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo.frontend.model import ServedModel
 from octavo.frontend.params import SamplingParams
+from octavo.text.template import ChatPrompt, encode_chat
 
 MAX_SALT_CHARACTERS = 1024
 MAX_PRIORITY = 2**31
@@ -65,9 +68,8 @@ class RequestBuilder:
         InvalidRequestError, ContextLengthError.
         """
         if isinstance(prompt, str):
-            self.check_characters(len(prompt))
             text: str | None = prompt
-            token_ids = tuple(self.model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+            token_ids = tuple(self.tokenize(prompt, add_special_tokens=add_special_tokens))
         else:
             text = None
             token_ids = self.check_token_ids("prompt", prompt)
@@ -91,7 +93,52 @@ class RequestBuilder:
 
         Raises InvalidRequestError also when the model has no usable template, ContextLengthError.
         """
-        raise NotImplementedError
+        prompt = self._render(messages, add_generation_prompt, continue_final_message, chat_template_kwargs, tools)
+        return self._prepare(prompt.text, tuple(prompt.token_ids), params, tenant, priority, cache_salt, arrival_s)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text as `build` makes them. Raises InvalidRequestError, ContextLengthError for far too long a
+        text.
+        """
+        self.check_characters(len(text))
+        return self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Ids of a conversation as `build_chat` makes them. Raises as it does."""
+        return self._render(
+            messages, add_generation_prompt, continue_final_message, chat_template_kwargs, tools
+        ).token_ids
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> ChatPrompt:
+        template = self.model.chat_template
+        if template is None:
+            problem = self.model.chat_template_error or "this model has no chat template"
+            raise InvalidRequestError(problem, param="messages")
+        self.check_characters(sum(_count_characters(message) for message in messages))
+        return encode_chat(
+            self.model.tokenizer,
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=chat_template_kwargs,
+        )
 
     def check_token_ids(self, field: str, token_ids: Iterable[Any]) -> tuple[int, ...]:
         """The ids as a tuple, every one known to the model. Raises InvalidRequestError, ContextLengthError for too
@@ -143,7 +190,7 @@ class RequestBuilder:
             GenerateRequest(
                 request_id=RequestId(f"{parent}-{choice}"),
                 prompt_token_ids=token_ids,
-                sampling=sampling if choice == 0 else _with_choice(sampling, choice),
+                sampling=sampling if choice == 0 else msgspec.structs.replace(sampling, choice=choice),
                 parent=parent,
                 namespace=namespace,
                 tenant=tenant,
@@ -256,7 +303,11 @@ class RequestBuilder:
         return tuple(spellings)
 
 
-def _with_choice(sampling: TokenSampling, choice: int) -> TokenSampling:
-    import msgspec
-
-    return msgspec.structs.replace(sampling, choice=choice)
+def _count_characters(message: Any) -> int:
+    """Characters of a message's content; what is no message counts nothing here and is refused later, by name."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -29,7 +29,6 @@ from octavo.frontend.params import SamplingParams
 from octavo.frontend.requests import Prepared
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stop import StopMatcher
-from octavo.text.tokenizer import Tokenizer
 
 
 class OutputStream:

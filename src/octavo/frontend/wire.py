@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -70,13 +71,26 @@ ToChild = Configure | Add | Cancel | ResetPrefixCache | Shutdown
 FromChild = LoadProgress | Loaded | LoadFailed | Crashed | Beat | EngineOutput
 
 
-class Channel:
-    """One end of the socket pair. `send` may be called from several threads, `receive` from one."""
+def to_child_decoder() -> msgspec.msgpack.Decoder[ToChild]:
+    """Decodes what a child receives."""
+    return msgspec.msgpack.Decoder(ToChild)
 
-    def __init__(self, connection: socket.socket, receives: type) -> None:
+
+def from_child_decoder() -> msgspec.msgpack.Decoder[FromChild]:
+    """Decodes what a child sends."""
+    return msgspec.msgpack.Decoder(FromChild)
+
+
+R = TypeVar("R")
+
+
+class Channel(Generic[R]):
+    """One end of the socket pair, on which messages of type R arrive. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[R]) -> None:
         self._connection = connection
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._decoder = decoder
         self._lock = threading.Lock()
 
     def send(self, message: ToChild | FromChild) -> None:
@@ -85,14 +99,11 @@ class Channel:
             body = self._encoder.encode(message)
             self._connection.sendall(_LENGTH.pack(len(body)) + body)
 
-    def receive(self) -> ToChild | FromChild | None:
+    def receive(self) -> R | None:
         """The next message; None when the other end is gone, also in the middle of a frame."""
         head = self._read(_LENGTH.size)
         body = None if head is None else self._read(_LENGTH.unpack(head)[0])
-        if body is None:
-            return None
-        message: ToChild | FromChild = self._decoder.decode(body)
-        return message
+        return None if body is None else self._decoder.decode(body)
 
     def shut(self) -> None:
         """Ends the connection in both directions, which wakes a blocked `receive`. Idempotent, from any thread."""

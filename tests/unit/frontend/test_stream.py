@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from octavo.contracts import EngineOutput, FinishReason, RequestId, RequestTimes, StepStats, TokenEvent
 from octavo.errors import ContextLengthError, EngineDeadError, EngineError
 from octavo.frontend.outputs import Delta
 from octavo.frontend.params import SamplingParams
 from octavo.frontend.requests import RequestBuilder
 from octavo.frontend.stream import StreamTable
-
 from support.scripted import EOS, WORD, model_of, one_by_one, spell, stream_all
 
 STOP_WORDS = (" al", "pha", " ST", "OP_", "HE", "RE!", " tail", "ever")
