@@ -77,7 +77,7 @@ class EngineLink(Protocol):
 
 WATCH_INTERVAL_S = 0.5
 """How often `Watch.look` is to be called."""
-SILENCE_LIMIT_S = 4.0
+SILENCE_LIMIT_S = 3.5
 """A child that gives no sign of life for so long while work waits is stopped or dead."""
 STEP_LIMIT_S = 300.0
 """A loop that finishes no step for so long while work waits is stuck, although its process lives."""

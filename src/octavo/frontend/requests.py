@@ -146,7 +146,7 @@ class RequestBuilder:
         """
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
             raise InvalidRequestError(f"{field} must be a text or a list of token ids", param=field)
-        if field == "prompt" and len(token_ids) > self.model.max_model_len:
+        if field == "prompt" and len(token_ids) > self._limit:
             raise self._too_long(len(token_ids), None)
         vocab_size = self.model.vocab_size
         for token in token_ids:
@@ -245,37 +245,31 @@ class RequestBuilder:
         )
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        model = self.model
-        if num_prompt_tokens >= model.max_model_len:
+        room = self._limit - num_prompt_tokens
+        if room < 1 or (params.max_tokens or 0) > room:
             raise self._too_long(num_prompt_tokens, params.max_tokens)
-        if params.max_tokens is None:
-            most = model.max_model_len if model.max_request_tokens is None else model.max_request_tokens
-            return max(min(model.max_model_len, most) - num_prompt_tokens, 1)
-        total = num_prompt_tokens + params.max_tokens
-        if total > model.max_model_len:
-            raise self._too_long(num_prompt_tokens, params.max_tokens)
-        if model.max_request_tokens is not None and total > model.max_request_tokens:
-            raise ContextLengthError(
-                f"the KV cache holds {model.max_request_tokens} tokens, but the prompt has {num_prompt_tokens} and "
-                f"max_tokens asks for {params.max_tokens} more ({total} in all): ask for less or enlarge --kv-cache-memory",
-                param="max_tokens",
-            )
-        return params.max_tokens
+        return room if params.max_tokens is None else params.max_tokens
+
+    @property
+    def _limit(self) -> int:
+        """Most tokens of prompt and answer together."""
+        most = self.model.max_request_tokens
+        return self.model.max_model_len if most is None else min(self.model.max_model_len, most)
 
     def _too_long(self, num_prompt_tokens: int, max_tokens: int | None) -> ContextLengthError:
-        limit = self.model.max_model_len
+        limit = self._limit
+        what = "the context is" if limit == self.model.max_model_len else "the KV cache (--kv-cache-memory) holds"
         if num_prompt_tokens >= limit:
             return ContextLengthError(
-                f"the context is {limit} tokens, but the prompt alone has {num_prompt_tokens}"
+                f"{what} {limit} tokens, but the prompt alone has {num_prompt_tokens}"
                 + (" and leaves no room for an answer" if num_prompt_tokens == limit else "")
                 + ": shorten the prompt",
                 param="prompt",
             )
-        assert max_tokens is not None
+        asked = max_tokens or 0
         return ContextLengthError(
-            f"the context is {limit} tokens, but the prompt has {num_prompt_tokens} and max_tokens asks for {max_tokens} more "
-            f"({num_prompt_tokens + max_tokens} in all): shorten the prompt or lower max_tokens to "
-            f"{limit - num_prompt_tokens}",
+            f"{what} {limit} tokens, but the prompt has {num_prompt_tokens} and max_tokens asks for {asked} more "
+            f"({num_prompt_tokens + asked} in all): shorten the prompt or lower max_tokens to {limit - num_prompt_tokens}",
             param="max_tokens",
         )
 
