@@ -45,11 +45,4 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
   return *this;
 }
 
-std::uint8_t* Arena::allocate(std::size_t bytes) {
-  if (bytes > capacity() || round_up(bytes, 64) > capacity() - used_) throw std::bad_alloc();
-  std::uint8_t* result = mapping_.data() + used_;
-  used_ += round_up(bytes, 64);
-  return result;
-}
-
 }  // namespace octavo

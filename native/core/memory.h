@@ -30,21 +30,4 @@ class Mapping {
   std::size_t size_ = 0;
 };
 
-// Bump allocator over one huge-page mapping of fixed capacity, for weights: allocated once, freed together. Not
-// thread-safe.
-class Arena {
- public:
-  explicit Arena(std::size_t capacity) : mapping_(capacity, Mapping::Pages::kHuge) {}
-
-  // Bytes aligned to 64, zero filled. Throws std::bad_alloc beyond the capacity.
-  std::uint8_t* allocate(std::size_t bytes);
-
-  std::size_t used() const { return used_; }
-  std::size_t capacity() const { return mapping_.size(); }
-
- private:
-  Mapping mapping_;
-  std::size_t used_ = 0;
-};
-
 }  // namespace octavo

@@ -1,0 +1,158 @@
+"""The native backend behind `octavo.backends.base`: weights are packed at load, the forward is recorded and then replayed.
+
+Quantized matrices stay as stored and are multiplied with 8-bit activations, one scale per 32. Other matrices are bfloat16 with
+activations rounded to bfloat16, or float32 with dtype float32. Norms, biases, the residual stream and all sums are float32. K and V
+are bfloat16, or float32 with dtype float32. A row's bits depend on nothing but the row: see docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from octavo.backends.base import F32, BackendModel, Batch, DType, Forward, Progress, Sampler
+from octavo.backends.cpu import _native
+from octavo.backends.cpu.build import chosen_isa
+from octavo.backends.cpu.recorder import CpuWeight, record
+from octavo.backends.cpu.sampler import CpuSampler
+from octavo.config import cpu_count
+from octavo.contracts import KVLayout
+from octavo.errors import ConfigError, UnsupportedModelError
+from octavo.quant import RawTensor, dequantize
+
+ARITHMETIC_VERSION = 1
+"""Part of the name of everything that was computed: raised when any bit of a result may change."""
+
+_MOST_THREADS = 1024
+
+
+class CpuBackend:
+    """`Backend` in C++. `threads` counts all threads that compute, None takes the CPUs this process may use.
+
+    `isa` is for tests: None takes the one of OCTAVO_ISA, else the fastest. Raises ConfigError for threads outside 1..1024 or an
+    OCTAVO_ISA that cannot run here.
+    """
+
+    name = "cpu"
+
+    def __init__(self, *, threads: int | None = None, isa: str | None = None) -> None:
+        self._threads = min(cpu_count(), _MOST_THREADS) if threads is None else threads
+        if not 1 <= self._threads <= _MOST_THREADS:
+            raise ConfigError(f"threads must be in 1..{_MOST_THREADS}, got {threads}", param="threads")
+        self._isa = chosen_isa() if isa is None else isa
+
+    def load(
+        self, forward: Forward, tensors: Mapping[str, RawTensor], *, dtype: DType, progress: Progress | None = None
+    ) -> BackendModel:
+        """Records the forward, then packs all tensors.
+
+        Raises ConfigError for float16, and UnsupportedModelError for shapes and sizes that the kernels do not have, before memory is
+        taken; ConfigError when there is no memory.
+        """
+        if dtype == "float16":
+            raise ConfigError(
+                "the cpu backend has no float16; use --dtype bfloat16 (or auto), or float32 for full precision",
+                param="dtype",
+            )
+        float32 = dtype == "float32"
+        native = _native.Weights()
+        weights = {name: _declare(native, tensor, float32=float32) for name, tensor in tensors.items()}
+        try:
+            program = record(forward, weights, native, self._isa)
+        except ValueError as error:
+            raise UnsupportedModelError(f"the cpu backend cannot run this model: {error}") from error
+        try:
+            native.allocate()
+        except MemoryError as error:
+            raise ConfigError(f"no memory for {native.bytes} bytes of weights; use a smaller model") from error
+        pool = _native.Pool(self._threads)
+        total = sum(tensor.data.nbytes for tensor in tensors.values())
+        done = 0
+        for name, tensor in tensors.items():
+            _fill(native, pool, weights[name], tensor)
+            done += tensor.data.nbytes
+            if progress is not None:
+                progress(done, total)
+        return CpuModel(program, pool, weight_bytes=native.bytes, float32=float32)
+
+
+def _declare(native: _native.Weights, tensor: RawTensor, *, float32: bool) -> CpuWeight:
+    try:
+        match tensor.shape:
+            case (n, k):
+                return CpuWeight((n, k), native.declare_matrix(tensor.format.value, float32, n, k))
+            case (n,) if not tensor.format.quantized:
+                return CpuWeight((n,), native.declare_vector(n))
+    except ValueError as error:
+        raise UnsupportedModelError(f"tensor {tensor.name}: {error}", param=tensor.name) from error
+    raise UnsupportedModelError(
+        f"tensor {tensor.name} has format {tensor.format.name} and shape {list(tensor.shape)}; the cpu backend has matrices of all "
+        "formats and vectors of F32, F16 and BF16",
+        param=tensor.name,
+    )
+
+
+def _fill(native: _native.Weights, pool: _native.Pool, weight: CpuWeight, tensor: RawTensor) -> None:
+    if len(weight.shape) == 2:
+        native.fill_matrix(pool, weight.index, np.ascontiguousarray(tensor.data, np.uint8))
+    else:
+        native.fill_vector(weight.index, dequantize(tensor))
+
+
+class CpuModel:
+    """`BackendModel` of the cpu backend. Owns weights, cache and threads through its native objects."""
+
+    def __init__(self, program: _native.Program, pool: _native.Pool, *, weight_bytes: int, float32: bool) -> None:
+        self._program: _native.Program | None = program
+        self._pool: _native.Pool | None = pool
+        self._vocab_size = program.vocab
+        self._isa = program.isa
+        self._weight_bytes = weight_bytes
+        self._float32 = float32
+
+    @property
+    def bytes_per_kv_value(self) -> float:
+        """2 for bfloat16, 4 for float32."""
+        return 4.0 if self._float32 else 2.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Packed matrices and vectors."""
+        return self._weight_bytes
+
+    @property
+    def arithmetic(self) -> str:
+        """Version and KV format; instruction sets and threads do not change bits."""
+        return f"cpu-{ARITHMETIC_VERSION}-kv-{'float32' if self._float32 else 'bfloat16'}"
+
+    def allocate_kv(self, layout: KVLayout) -> None:
+        """Reserves the cache. Raises ConfigError when its address space cannot be had."""
+        groups = [
+            (list(group.layers), num_blocks, group.num_kv_heads, group.head_dim, group.window or 0)
+            for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
+        ]
+        try:
+            self._open().bind(_native.KvStore(self._float32, layout.block_size, groups))
+        except MemoryError as error:
+            raise ConfigError("no memory for the KV cache; lower --kv-cache-memory or --max-model-len") from error
+
+    def forward(self, batch: Batch) -> F32:
+        """See `BackendModel`. Raises ValueError for a batch that does not fit the model or the cache."""
+        program, pool = self._open(), self._pool
+        assert pool is not None
+        return program.run(pool, batch.tokens, batch.positions, batch.row_starts, list(batch.tables), batch.logit_rows)
+
+    def make_sampler(self, max_num_seqs: int) -> Sampler:
+        """A native sampler of the same instruction set."""
+        return CpuSampler(max_num_seqs, self._vocab_size, isa=self._isa)
+
+    def close(self) -> None:
+        """Drops program, weights, cache and threads. Idempotent."""
+        self._program = None
+        self._pool = None
+
+    def _open(self) -> _native.Program:
+        if self._program is None:
+            raise RuntimeError("the model has been closed")
+        return self._program

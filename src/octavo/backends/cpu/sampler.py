@@ -1,0 +1,84 @@
+"""The native sampler behind the `Sampler` protocol: parameters in, flat arrays out. Its arithmetic is in native/core/sampler.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.backends.base import F32, I32, NAN_LOGITS, NOTHING_LEFT, Sampled
+from octavo.backends.cpu import _native
+from octavo.contracts import TokenLogprobs, TokenSampling
+from octavo.errors import EngineError
+
+_ERRORS = {1: NAN_LOGITS, 2: NOTHING_LEFT}
+"""Messages of `RowStatus`; 0 is success."""
+
+
+class CpuSampler:
+    """A `Sampler` with `max_num_seqs` slots over a vocabulary of `vocab_size` tokens.
+
+    `isa` names the instruction set (portable, avx2, avx512); None takes the one OCTAVO_ISA forces or the fastest. Raises ValueError
+    for one that cannot run here.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, *, isa: str | None = None) -> None:
+        self._native = _native.Sampler(max_num_seqs, vocab_size, isa)
+
+    def start(self, slot: int, sampling: TokenSampling, token_ids: I32, num_prompt_tokens: int) -> None:
+        """Binds a slot. See `Sampler.start`."""
+        self._native.start(
+            slot,
+            np.ascontiguousarray(token_ids, np.int32),
+            num_prompt_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed % 2**64,
+            choice=sampling.choice,
+            min_tokens=sampling.min_tokens,
+            end_ids=[*sampling.eos_token_ids, *sampling.stop_token_ids],
+            logit_bias=sampling.logit_bias,
+            allowed_ids=sampling.allowed_token_ids,
+            bad_words=sampling.bad_words,
+            logprobs=sampling.logprobs,
+        )
+
+    def stop(self, slot: int) -> None:
+        """Frees a slot."""
+        self._native.stop(slot)
+
+    def sample(self, logits: F32, slots: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
+        """One token per row. See `Sampler.sample`."""
+        tokens, statuses, logprobs = self._native.sample(
+            logits, np.array(slots, np.int32), np.array(positions, np.int64)
+        )
+        if not len(logprobs[1]) and not statuses.any():
+            return [Sampled(token) for token in tokens.tolist()]
+        return [
+            Sampled(token, error=_ERRORS[status]) if status else Sampled(token, entries)
+            for token, status, entries in zip(
+                tokens.tolist(), statuses.tolist(), _token_logprobs(*logprobs), strict=True
+            )
+        ]
+
+    def score(self, logits: F32, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """Log-probabilities of targets and of the most likely tokens. See `Sampler.score`."""
+        statuses, logprobs = self._native.score(logits, np.array(targets, np.int32), num_top)
+        if statuses.any():
+            raise EngineError(_ERRORS[statuses[statuses.nonzero()[0][0]]])
+        return [entries for entries in _token_logprobs(*logprobs) if entries is not None]
+
+
+def _token_logprobs(offsets: npt.NDArray[np.int64], ids: I32, values: F32, ranks: I32) -> list[TokenLogprobs | None]:
+    """Rows of the native module's flat arrays; None for a row without entries."""
+    bounds = offsets.tolist()
+    return [
+        TokenLogprobs(tuple(ids[begin:end].tolist()), tuple(values[begin:end].tolist()), rank) if end > begin else None
+        for begin, end, rank in zip(bounds, bounds[1:], ranks.tolist(), strict=False)
+    ]
