@@ -8,11 +8,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.cli import inspect
 from octavo.loaders.gguf_writer import write_gguf
-from support.model_files import gguf_metadata, gguf_tensors, hf_config, write_hf_folder, write_tiny_gguf
+from octavo.quant import Format
+from support.model_files import gguf_metadata, gguf_tensors, hf_config, raw_tensor, write_hf_folder, write_tiny_gguf
 
 
 def run(*words: str) -> int:
@@ -27,6 +29,14 @@ def facts(capsys: pytest.CaptureFixture[str], model: Path | str, *, status: int 
     assert run(str(model), "--json") == status
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
+
+
+def retype(path: Path, tensor: str, type_id: int) -> None:
+    """Makes a file say that a matrix of it is stored in another, smaller type."""
+    content = path.read_bytes()
+    name = struct.pack("<Q", len(tensor)) + tensor.encode()
+    at = content.index(name) + len(name) + 4 + 2 * 8
+    path.write_bytes(content[:at] + struct.pack("<I", type_id) + content[at + 4 :])
 
 
 def test_the_default_model(smollm2: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,11 +85,7 @@ def test_an_unsupported_architecture_is_still_described(tmp_path: Path, capsys: 
 
 def test_a_tensor_of_an_unsupported_type_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_tiny_gguf(tmp_path / "x.gguf")
-    content = path.read_bytes()
-    # The type and dimensions of blk.1.attn_v.weight: say it is stored as Q5_0 (its 64 columns are two blocks either way).
-    name = b"blk.1.attn_v.weight"
-    at = content.index(name) + len(name) + 4 + 2 * 8
-    path.write_bytes(content[:at] + struct.pack("<I", 6) + content[at + 4 :])
+    retype(path, "blk.1.attn_v.weight", 6)
     known = facts(capsys, path, status=1)
     assert known["unsupported_tensors"] == {"Q5_0": 1}
     assert "tensor 'blk.1.attn_v.weight' has type Q5_0, which is not supported" in known["problem"]
