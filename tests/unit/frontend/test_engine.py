@@ -89,6 +89,22 @@ def test_a_stream_joined_is_the_whole_answer() -> None:
     asyncio.run(main())
 
 
+def test_prompt_logprobs_come_once_whatever_the_chunks() -> None:
+    async def main() -> None:
+        async with running([*spell("ab"), EOS], max_num_batched_tokens=7, max_num_seqs=2) as engine:
+            prompt = "a prompt of many chunks"
+            params = SamplingParams(prompt_logprobs=2, logprobs=0, n=2)
+            async with engine.submit(engine.builder.build(prompt, params)) as handle:
+                for choice in await handle.collect():
+                    assert choice.prompt_logprobs is not None
+                    assert choice.prompt_logprobs[0] is None
+                    assert "".join(entry.token for entry in choice.prompt_logprobs[1:] if entry) == prompt[1:]
+                    assert all(len(entry.top) == 2 for entry in choice.prompt_logprobs[1:] if entry)
+                    assert [entry.top for entry in choice.logprobs or ()] == [(), (), ()]
+
+    asyncio.run(main())
+
+
 def test_o25_leaving_the_block_cancels() -> None:
     async def main() -> None:
         events = Recorder()
