@@ -6,7 +6,6 @@ line starts in milliseconds.
 
 from __future__ import annotations
 
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import RequestOutput as RequestOutput
     from octavo.frontend.params import SamplingParams as SamplingParams
 
-__version__ = _version("octavo")
+__version__: str
 
 _LAZY = {
     "LLM": "octavo.frontend.llm",
@@ -27,6 +26,10 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__vers
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("octavo")
     if name in _LAZY:
         from importlib import import_module
 
