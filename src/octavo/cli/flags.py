@@ -185,7 +185,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose unknown flags are answered by name: a vLLM flag that octavo lacks, or a near miss."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, allow_abbrev=False)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses all arguments or exits with status 2 and one line."""

@@ -93,8 +93,7 @@ class RemoteTalker:
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url is {url!r}; expected http://HOST:PORT", param="url")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect = lambda: kind(parts.hostname or "", parts.port, timeout=600)
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -110,6 +109,10 @@ class RemoteTalker:
         """Pieces of a text's continuation."""
         for choice in self._stream("/v1/completions", {"prompt": prompt, **sampling}):
             yield choice["text"]
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=600)
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         connection = self._connect()

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 
 class Activation(StrEnum):
@@ -70,16 +71,16 @@ class Weight(Protocol):
         ...
 
 
-class Inputs(Protocol, Generic[A]):
+class Inputs(Protocol, Generic[A_co]):
     """The step's arrays that a forward may name. Row structure and block tables are known to the backend, not to models."""
 
     @property
-    def tokens(self) -> A:
+    def tokens(self) -> A_co:
         """Token ids, int32 [T]."""
         ...
 
     @property
-    def logit_rows(self) -> A:
+    def logit_rows(self) -> A_co:
         """Indices in 0..T-1 of the tokens whose logits are wanted, int32 [S]."""
         ...
 
