@@ -77,7 +77,7 @@ def harnesses(draw: st.DrawFn, requests: Sequence[GenerateRequest], faults: Faul
     )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(st.data())
 def test_any_mixture_gives_each_request_its_own_answer(data: st.DataObject) -> None:
     """Random lengths, arrivals, prefix sharing, pools, chunks and windows; nobody is cancelled."""
@@ -175,7 +175,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=SLOW
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=SLOW
 )
 TestEngineMachine = EngineMachine.TestCase
 

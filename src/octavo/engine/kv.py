@@ -119,25 +119,18 @@ class KVManager:
         for pool, window in zip(self.pools, self._windows, strict=True):
             if window is None:
                 num_blocks = next((index for index in range(num_blocks) if pool.find(keys[index]) is None), num_blocks)
-        # Each window may shorten the hit, which moves what the other windows need: repeat until all agree.
+        # A window may shorten the hit, which moves what every window needs: repeat until all agree.
         agreed = False
         while not agreed:
             agreed = True
             for pool, window in zip(self.pools, self._windows, strict=True):
                 if window is not None:
-                    shorter = self._longest_in_window(pool, window, keys, num_blocks)
-                    agreed = agreed and shorter == num_blocks
-                    num_blocks = shorter
+                    first = self._first_needed(window, num_blocks * self.block_size)
+                    backwards = reversed(range(first, num_blocks))
+                    miss = next((index for index in backwards if pool.find(keys[index]) is None), None)
+                    if miss is not None:
+                        num_blocks, agreed = miss, False
         return num_blocks
-
-    def _longest_in_window(self, pool: BlockPool, window: int, keys: list[bytes], num_blocks: int) -> int:
-        """Largest hit of at most `num_blocks` for which `pool` has every block that the next position attends to."""
-        hit = index = num_blocks
-        while index > self._first_needed(window, hit * self.block_size):
-            index -= 1
-            if pool.find(keys[index]) is None:
-                hit = index
-        return hit
 
     def _first_needed(self, window: int, position: int) -> int:
         """Index of the first block that `position` and later ones attend to."""
@@ -232,9 +225,9 @@ class KVManager:
         sequence.chain.extend(token_ids, num_full)
         for index in range(sequence.num_published, num_full):
             key = sequence.chain.keys[index]
+            # No entry is NULL_BLOCK yet: windows free a block only when a later step needs it no more.
             for pool, table in zip(self.pools, sequence.tables, strict=True):
-                if table[index] != NULL_BLOCK:
-                    pool.publish(table[index], key)
+                pool.publish(table[index], key)
         sequence.num_published = num_full
 
     def free(self, sequence: SequenceBlocks) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.contracts import NULL_BLOCK, KVLayout
+from octavo.contracts import NULL_BLOCK, BlockId, KVGroup, KVLayout, Retention
 from octavo.engine.kv import KVManager, SequenceBlocks, blocks_needed, capacity_tokens
 from octavo.errors import ConfigError
 from support.fake_executor import layout
@@ -142,6 +142,20 @@ def test_a_missing_block_inside_a_window_shortens_the_hit_to_before_it() -> None
     other = kv.sequence(b"other")
     kv.allocate(other, 4)  # Evicts the last block of the window group's chain.
     assert kv.lookup(kv.sequence(b""), TOKENS, 99) == 3
+
+
+def test_windows_agree_on_a_hit_that_is_valid_for_each() -> None:
+    groups = tuple(KVGroup(layers=(layer,), retention=Retention.WINDOW, window=5 + 4 * layer) for layer in range(2))
+    kv = manager(KVLayout(block_size=4, groups=groups, num_blocks=(4, 4)))
+    first = kv.sequence(b"")
+    kv.allocate(first, 16)
+    assert first.chain is not None
+    first.chain.extend(TOKENS, 4)
+    # The second group lacks block 3; so the hit ends at 3 blocks, for which the first group lacks block 2.
+    for pool, present in zip(kv.pools, ((0, 1, 3), (0, 1, 2)), strict=True):
+        for index in present:
+            pool.publish(BlockId(index), first.chain.keys[index])
+    assert kv.lookup(kv.sequence(b""), TOKENS, 16) == 2
 
 
 def test_admission_counts_shared_blocks_once_and_keeps_a_reserve() -> None:
