@@ -33,7 +33,8 @@ class Batch(msgspec.Struct, frozen=True):
     """One step's rows, flattened: T tokens of R rows, tokens of a row adjacent and in ascending position.
 
     tokens, positions: [T]. row_starts: [R + 1], row r holds tokens row_starts[r]..row_starts[r+1]-1.
-    tables: one per KV group, [R, most blocks of any row in this step], block ids in position order, `NULL_BLOCK` where freed or beyond the row.
+    tables: one per KV group, [R, most blocks of any row in this step], block ids in position order, `NULL_BLOCK` where freed or
+    beyond the row.
     logit_rows: [S] ascending indices into 0..T-1.
     """
 
@@ -80,40 +81,65 @@ class BackendModel(Protocol):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """One sampled token. `error` is set when the row's logits hold NaN, or leave no token to choose."""
+    """One sampled token. With `error` (`NAN_LOGITS` or `NOTHING_LEFT`) there is none: `token` is -1 and the request must end."""
 
     token: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
 
 
+NAN_LOGITS = (
+    "the model's logits hold NaN: no token can be chosen; its weights or activations are beyond the number format"
+)
+NOTHING_LEFT = "no token is left to choose: allowed_token_ids, logit_bias, bad_words and min_tokens exclude them all together; relax one"
+
+
 class Sampler(Protocol):
     """Turns logits into tokens. Holds per-slot state (parameters, token counts), nothing that couples two slots.
 
-    Order of treatment, per row: allowed_token_ids, logit_bias, bad_words, min_tokens (mask of end and stop ids), repetition, presence
-    and frequency penalties, temperature, top_k, top_p, min_p, draw. Logprobs are of the raw logits. Temperatures below 1e-5 are
-    greedy; greedy takes the most likely id, ties to the lowest. The draw walks the kept tokens in descending probability (ties: lower
-    id first) when top_k/top_p/min_p cut something, else in ascending id, and takes the first whose cumulative probability exceeds u, with u from
-    Philox4x32-10 (Salmon et al., 2011): key (seed low, seed high), counter (position, choice, 0, 0), u = (first word + 0.5) / 2^32.
+    A row's treatment, in this order, float32 throughout:
+
+    1. allowed_token_ids masks all others (logit -inf); 2. logit_bias is added; 3. bad_words masks the last token of each word whose
+    other tokens are the last known ones, prompt included; 4. min_tokens masks end and stop ids while fewer tokens have been
+    generated, also when end-of-sequence is ignored; 5. repetition_penalty divides positive and multiplies other logits of tokens in
+    the prompt or generated; 6. frequency_penalty times its count, then presence_penalty, are taken from a generated token's logit. A
+    masked logit stays masked, and what becomes NaN in this (an infinite bias on an opposite infinity) is masked.
+    7. Temperatures below 1e-5 are greedy: the token with the largest logit, ties to the lowest id. Otherwise z = (logit - largest
+    logit) * float32(1 / temperature) and p = e^z; temperatures above 1e30 act as 1e30. 8. top_k keeps the k most likely: order of
+    descending logit, ties by ascending id. 9. top_p keeps the shortest list of the most likely whose share of what top_k kept
+    reaches top_p, at least one. 10. min_p keeps z >= log(min_p), that is p >= min_p times the largest. 11. The draw walks the kept
+    tokens in ascending id and takes the first whose cumulative share exceeds u.
+
+    u comes from Philox4x32-10 (Salmon et al., 2011): key (seed low, seed high), counter (position, choice, 0, 0),
+    u = (first word + 0.5) / 2^32. Seeds are taken modulo 2^64.
+
+    Logprobs are of the raw logits: logit - log(sum(e^logit)). Logits of +inf, raw or treated, share all probability equally.
     """
 
     def start(self, slot: int, sampling: TokenSampling, token_ids: I32, num_prompt_tokens: int) -> None:
-        """Binds a slot: all known tokens, of which the first `num_prompt_tokens` are the prompt."""
+        """Binds a slot: all known tokens, of which the first `num_prompt_tokens` are the prompt.
+
+        Raises ValueError for a slot or token id out of range (end and stop ids that the model does not have are fine).
+        """
         ...
 
     def stop(self, slot: int) -> None:
-        """Frees a slot."""
+        """Frees a slot. Raises ValueError when it is free."""
         ...
 
     def sample(self, logits: F32, slots: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
         """One token per row of logits [S, vocab] (overwritten); `positions` are those the sampled tokens will have.
 
-        The token is added to the slot's counts.
+        The token is added to the slot's counts. Raises ValueError, before anything changes, for a slot that is free or named twice,
+        or another shape.
         """
         ...
 
     def score(self, logits: F32, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        """Log-probability of each row's target and of the `num_top` (-1: all) most likely tokens: prompt logprobs."""
+        """Log-probability of each row's target and of the `num_top` (-1: all) most likely tokens: prompt logprobs.
+
+        Raises EngineError when a row holds NaN or only -inf, ValueError for a target out of range.
+        """
         ...
 
 
