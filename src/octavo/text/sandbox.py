@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -123,14 +123,15 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         text = getattr(obj, "__self__", None)
-        if isinstance(text, str):
+        if isinstance(text, str) and args:
             method = getattr(obj, "__name__", "")
-            if method == "replace":
-                return _replace(text, *args, **kwargs)
             if method == "join":
-                return _joined(list(*args, **kwargs), text)
-            if method in ("center", "ljust", "rjust", "zfill", "expandtabs"):
-                _check_padding(*args, *kwargs.values())
+                args = (list(args[0]), *args[1:])
+                _check_joining([part for part in args[0] if isinstance(part, str)], text)
+            elif method == "replace" and len(args) >= 2:
+                _check_replacing(text, str(args[0]), str(args[1]))
+            elif method in ("center", "ljust", "rjust", "zfill", "expandtabs"):
+                _check_padding(*args)
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -210,13 +211,13 @@ def _tojson(
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
     text, old, new = str(value), str(old), str(new)
-    _check_length(len(text) + text.count(old) * len(new))
+    _check_replacing(text, old, new)
     return text.replace(old, new, -1 if count is None else count)
 
 
 def _joined(parts: Iterable[Any], between: str = "") -> str:
     texts = [str(part) for part in parts]
-    _check_length(sum(map(len, texts)) + len(between) * len(texts))
+    _check_joining(texts, between)
     return between.join(texts)
 
 
@@ -253,6 +254,14 @@ def _length(value: Any) -> int:
 def _check_length(characters: int) -> None:
     if characters > MAX_CHARACTERS:
         raise RenderLimitError(f"a string exceeds {MAX_CHARACTERS} characters")
+
+
+def _check_joining(texts: Sequence[str], between: str) -> None:
+    _check_length(sum(map(len, texts)) + len(between) * len(texts))
+
+
+def _check_replacing(text: str, old: str, new: str) -> None:
+    _check_length(len(text) + text.count(old) * len(new))
 
 
 def _check_padding(*values: Any) -> None:
