@@ -63,10 +63,11 @@ void register_sampler(nb::module_& m) {
   nb::class_<Sampler>(m, "Sampler", "Per-slot sampling state; see core/sampler.h.")
       .def(
           "__init__",
-          [](Sampler* self, std::int32_t max_slots, std::int32_t vocab_size, const std::optional<std::string>& isa) {
-            new (self) Sampler(isa ? kernels_for(*isa) : default_kernels(), max_slots, vocab_size);
+          [](Sampler* self, std::int32_t max_slots, std::int32_t vocab_size, const std::optional<std::string>& isa,
+             Pool* pool) {
+            new (self) Sampler(isa ? kernels_for(*isa) : default_kernels(), max_slots, vocab_size, pool);
           },
-          "max_slots"_a, "vocab_size"_a, "isa"_a = nb::none())
+          "max_slots"_a, "vocab_size"_a, "isa"_a = nb::none(), "pool"_a = nb::none(), nb::keep_alive<1, 5>())
       .def(
           "start",
           [](Sampler& self, std::int32_t slot, const Vector<const std::int32_t>& tokens, std::int64_t num_prompt_tokens,

@@ -387,6 +387,21 @@ def test_a_row_does_not_depend_on_the_others(
         assert together[place] == alone
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_a_bit(threads: int) -> None:
+    rng = np.random.default_rng(9)
+    rows = 24
+    logits = rng.normal(0, 3, (3, rows, 2000)).astype(np.float32)
+    mixed = [sampling(seed=1, logprobs=2), sampling(top_p=0.8, frequency_penalty=0.5), sampling(temperature=0.0)]
+    results = []
+    for pool in (None, _native.Pool(threads)):
+        sampler = CpuSampler(rows, 2000, pool=pool)
+        for slot in range(rows):
+            sampler.start(slot, mixed[slot % 3], i32([slot]), 1)
+        results.append([sampler.sample(step.copy(), range(rows), [at] * rows) for at, step in enumerate(logits, 1)])
+    assert results[0] == results[1]
+
+
 # --- cases of the past ----------------------------------------------------------------------------------------------
 
 

@@ -20,11 +20,13 @@ class CpuSampler:
     """A `Sampler` with `max_num_seqs` slots over a vocabulary of `vocab_size` tokens.
 
     `isa` names the instruction set (portable, avx2, avx512); None takes the one OCTAVO_ISA forces or the fastest. Raises ValueError
-    for one that cannot run here.
+    for one that cannot run here. With a `pool` its threads share the rows; the calling thread alone otherwise.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, *, isa: str | None = None) -> None:
-        self._native = _native.Sampler(max_num_seqs, vocab_size, isa)
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, *, isa: str | None = None, pool: _native.Pool | None = None
+    ) -> None:
+        self._native = _native.Sampler(max_num_seqs, vocab_size, isa, pool)
 
     def start(self, slot: int, sampling: TokenSampling, token_ids: I32, num_prompt_tokens: int) -> None:
         """Binds a slot. See `Sampler.start`."""
@@ -71,7 +73,7 @@ class CpuSampler:
         """Log-probabilities of targets and of the most likely tokens. See `Sampler.score`."""
         statuses, logprobs = self._native.score(logits, np.array(targets, np.int32), num_top)
         if statuses.any():
-            raise EngineError(_ERRORS[statuses[statuses.nonzero()[0][0]]])
+            raise EngineError(_ERRORS[int(statuses[statuses.nonzero()[0][0]])])
         return [entries for entries in _token_logprobs(*logprobs) if entries is not None]
 
 
