@@ -27,6 +27,8 @@ constexpr std::array<FormatTraits, 6> kFormats = {{
     {"q4_1", 32, 20},
 }};
 
+constexpr int64_t kMaxElements = int64_t{1} << 48;  // keeps byte counts far from overflow
+
 const FormatTraits& traits(StoredFormat format) { return kFormats[static_cast<size_t>(format)]; }
 
 template <class T>
@@ -151,10 +153,10 @@ int64_t stored_row_bytes(StoredFormat format, int64_t k) {
 }
 
 PackedMatrix describe_packed(StoredFormat format, bool float32, int64_t n, int64_t k) {
-  if (n <= 0 || k <= 0 || k % stored_block(format) != 0) {
-    throw std::invalid_argument(
-        "a " + std::string(traits(format).name) + " matrix needs n > 0 and k a positive multiple of " +
-        std::to_string(stored_block(format)) + ", not " + std::to_string(n) + " x " + std::to_string(k));
+  if (n <= 0 || k <= 0 || k % stored_block(format) != 0 || k > kMaxElements / n) {
+    throw std::invalid_argument("a " + std::string(traits(format).name) + " matrix of " + std::to_string(n) + " x " +
+                                std::to_string(k) + "; expected n > 0 and k a positive multiple of " +
+                                std::to_string(stored_block(format)) + ", with n * k at most 2^48");
   }
   PackedMatrix matrix{};
   matrix.n = n;

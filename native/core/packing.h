@@ -23,8 +23,8 @@ int64_t stored_block(StoredFormat format);
 int64_t stored_row_bytes(StoredFormat format, int64_t k);
 
 // How a stored [n, k] matrix is packed, with `data` null. Quantized formats stay as stored; others become float32 if
-// `float32` is set, else bfloat16 (rounded to nearest even). Throws std::invalid_argument unless n > 0, k > 0 and k is
-// a multiple of stored_block.
+// `float32` is set, else bfloat16 (rounded to nearest even). Throws std::invalid_argument unless n > 0, k > 0, k is
+// a multiple of stored_block and n * k is at most 2^48.
 PackedMatrix describe_packed(StoredFormat format, bool float32, int64_t n, int64_t k);
 
 inline int64_t num_panels(const PackedMatrix& matrix) { return (matrix.n + kPanel - 1) / kPanel; }
