@@ -49,7 +49,8 @@ def main(fd: int) -> int:
         from octavo.frontend.build import load_back
         from octavo.loaders.checkpoint import open_checkpoint
 
-        checkpoint = open_checkpoint(configure.config.model.model, progress=False, offline=True)
+        model = configure.config.model
+        checkpoint = open_checkpoint(model.model, revision=model.revision, progress=False, offline=True)
         back = load_back(checkpoint, configure.config, _progress(channel))
     except OctavoError as error:
         channel.send(LoadFailed(type(error).__name__, error.message))

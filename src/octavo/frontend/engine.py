@@ -231,8 +231,8 @@ class AsyncEngine:
         self._set_state(EngineState.LOADING)
         try:
             await self._launch(progress)
-        except OctavoError as error:
-            self._set_state(EngineState.DEAD, error.message)
+        except Exception as error:
+            self._set_state(EngineState.DEAD, str(error))
             raise
         self._spawn(self._watch())
 
@@ -361,9 +361,9 @@ class AsyncEngine:
     async def _restart(self) -> None:
         try:
             await self._launch(None)
-        except OctavoError as error:
+        except Exception as error:  # noqa: BLE001 - whatever keeps a new engine from starting, clients must hear of it
             if not self._closed:
-                self._die(error.message)
+                self._die(f"it died and could not be replaced: {error}")
 
     def _die(self, reason: str) -> None:
         self._set_state(EngineState.DEAD, reason)
