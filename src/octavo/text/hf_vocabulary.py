@@ -50,7 +50,11 @@ def read(
             if adds_bos
             else tuple(token for token in prefix if token != bos)
         )
-    unknown = description.get("model", {}).get("unk_token")
+    model = description.get("model", {})
+    spells_everything = bool(model.get("byte_fallback")) and all(
+        backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)
+    )
+    unknown = None if spells_everything else model.get("unk_token")
     return Vocabulary(
         backend=backend,
         pieces=pieces,

@@ -371,6 +371,7 @@ def test_hf_ids_are_the_librarys(pattern: str | None) -> None:
 def test_hf_sentencepiece() -> None:
     tokenizer = Tokenizer.from_hf(hf_sentencepiece(), {"bos_token": "<s>", "add_bos_token": True}, {}, {})
     assert tokenizer.adds_bos
+    assert tokenizer.max_token_characters == SENTENCEPIECE.max_token_characters
     for item in sentencepiece_golden()["items"]:
         assert tokenizer.encode(item["text"], add_special_tokens=False) == item["ids"]
         assert tokenizer.decode(item["ids"], skip_special_tokens=True) == item["decoded"]
