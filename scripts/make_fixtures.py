@@ -41,6 +41,7 @@ COMMON = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.15,
@@ -52,7 +53,6 @@ MODELS: dict[str, tuple[PretrainedConfig, torch.dtype]] = {
     "tiny-llama3": (
         LlamaConfig(
             **COMMON,
-            head_dim=32,
             attention_bias=True,
             mlp_bias=True,
             rope_parameters={

@@ -71,8 +71,8 @@ def raw_tensor(name: str, weights: npt.ArrayLike, form: Format) -> RawTensor:
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    """A small Llama whose sizes are no multiples of 16 where that is allowed."""
-    head_dim = changes.get("head_dim", 16)
+    """A small Llama with sizes that fill no panel or vector evenly where that is allowed."""
+    head_dim = changes.get("head_dim", 32)
     sizes: dict[str, Any] = {
         "family": "llama",
         "num_layers": 2,
