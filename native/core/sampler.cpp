@@ -19,6 +19,9 @@ constexpr double kGreedyBelow = 1e-5;        // temperatures under it are greedy
 constexpr double kSmallestScale = 1e-30;     // temperatures above 1e30 act as 1e30: -inf * scale must stay -inf
 constexpr std::int32_t kMaxVocab = 1 << 22;  // masses of 2^40 each still sum within 63 bits
 constexpr double kMassUnits = 0x1p40;
+constexpr std::size_t kMassBuckets = 2048;
+constexpr float kDeepestZ = 90.0f;        // e^-90 is zero
+constexpr float kSmallestDepth = 1e-20f;  // a range of z that is not worth dividing
 constexpr std::int64_t kGroupsPerChunk = 16;
 
 std::int64_t num_chunks(std::int64_t n) { return (n + kSampleChunk - 1) / kSampleChunk; }
@@ -31,6 +34,8 @@ template <typename T>
 bool more_likely(const T& a, const T& b) {
   return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
 }
+
+std::int64_t mass_of(float weight) { return static_cast<std::int64_t>(static_cast<double>(weight) * kMassUnits); }
 
 // The limit of a distribution as some logits go to +inf: those share all probability.
 void collapse_infinities(float* row, std::int32_t n) {
@@ -50,6 +55,18 @@ bool Sampler::Slot::counts_tokens() const {
 bool Sampler::Slot::treats_logits() const {
   return sampling.allowed_ids.has_value() || !sampling.logit_bias.empty() || !sampling.bad_words.empty() ||
          num_generated < sampling.min_tokens || !seen.empty();
+}
+
+template <typename Predicate>
+void Sampler::Scratch::keep_if(const Predicate& predicate) {
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < num_kept; ++i) {
+    if (!predicate(i)) continue;
+    ids[kept] = ids[i];
+    logits[kept] = logits[i];
+    weights[kept++] = weights[i];
+  }
+  num_kept = kept;
 }
 
 void Sampler::Slot::see(std::int32_t token, bool generated) {
@@ -318,54 +335,44 @@ std::int32_t Sampler::choose(const float* row, const RowScan& found, const Slot&
   const double uniform = sampling_noise(s.seed, static_cast<std::uint32_t>(position), s.choice);
   if (!cuts_k && !cuts_p && !cuts_min) return draw_from_all(row, found, slot.scale, uniform, scratch);
 
-  // scratch.ids: the tokens that may be kept, ascending.
   double total = 0.0;
   if (cuts_k) {
     keep_most_likely(row, s.top_k, scratch);
   } else if (cuts_p) {
-    // All tokens below (1 - top_p) * total / n together weigh too little to be needed. Rounding never drops one too
-    // many.
+    // All tokens below (1 - top_p) * total / n together weigh too little to be needed, also after rounding.
     total = kernels_.exponentials(row, vocab_, found.max, slot.scale, scratch.probabilities.data(), nullptr);
     const double floor = 0.999 * (1.0 - s.top_p) * total / vocab_;
-    scratch.ids.resize(static_cast<std::size_t>(vocab_));
-    scratch.ids.resize(static_cast<std::size_t>(
-        kernels_.collect(scratch.probabilities.data(), vocab_, static_cast<float>(floor), scratch.ids.data())));
+    keep_at_least(scratch.probabilities.data(), static_cast<float>(floor), scratch);
   } else {
     // A bound that is a little low in spite of rounding; what it lets through is decided below.
     const double reach = static_cast<double>(slot.min_z) / static_cast<double>(slot.scale);
     const double max = static_cast<double>(found.max);
-    const double bound = max + reach - 1e-5 * (std::abs(max) + std::abs(reach));
-    scratch.ids.resize(static_cast<std::size_t>(vocab_));
-    scratch.ids.resize(
-        static_cast<std::size_t>(kernels_.collect(row, vocab_, static_cast<float>(bound), scratch.ids.data())));
+    keep_at_least(row, static_cast<float>(max + reach - 1e-5 * (std::abs(max) + std::abs(reach))), scratch);
   }
 
   const auto gather = [&] {
-    const std::size_t count = scratch.ids.size();
-    scratch.kept_logits.resize(count);
-    scratch.kept_probabilities.resize(count);
-    for (std::size_t i = 0; i < count; ++i) scratch.kept_logits[i] = row[scratch.ids[i]];
-    kernels_.exponentials(scratch.kept_logits.data(), static_cast<std::int64_t>(count), found.max, slot.scale,
-                          scratch.kept_probabilities.data(), nullptr);
+    scratch.logits.resize(scratch.num_kept);
+    scratch.weights.resize(scratch.num_kept);
+    for (std::size_t i = 0; i < scratch.num_kept; ++i) scratch.logits[i] = row[scratch.ids[i]];
+    kernels_.exponentials(scratch.logits.data(), static_cast<std::int64_t>(scratch.num_kept), found.max, slot.scale,
+                          scratch.weights.data(), nullptr);
   };
   gather();
   if (cuts_p) {
     if (cuts_k)
-      for (const float p : scratch.kept_probabilities) total += static_cast<double>(p);
-    keep_most_mass(s.top_p * total, scratch);
-    gather();
+      for (std::size_t i = 0; i < scratch.num_kept; ++i) total += static_cast<double>(scratch.weights[i]);
+    const Candidate last = find_last_by_mass(s.top_p * total, found.max, slot.scale, scratch);
+    scratch.keep_if([&](std::size_t i) { return !more_likely(last, Candidate{scratch.logits[i], scratch.ids[i], 0}); });
   }
-  if (cuts_min) {
-    std::erase_if(scratch.ids, [&](std::int32_t id) { return !((row[id] - found.max) * slot.scale >= slot.min_z); });
-    gather();
-  }
+  if (cuts_min)
+    scratch.keep_if([&](std::size_t i) { return (scratch.logits[i] - found.max) * slot.scale >= slot.min_z; });
 
   total = 0.0;
-  for (const float p : scratch.kept_probabilities) total += static_cast<double>(p);
+  for (std::size_t i = 0; i < scratch.num_kept; ++i) total += static_cast<double>(scratch.weights[i]);
   const double target = uniform * total;
   double reached = 0.0;
-  for (std::size_t i = 0; i < scratch.ids.size(); ++i) {
-    reached += static_cast<double>(scratch.kept_probabilities[i]);
+  for (std::size_t i = 0; i < scratch.num_kept; ++i) {
+    reached += static_cast<double>(scratch.weights[i]);
     if (reached > target) return scratch.ids[i];
   }
   return found.argmax;  // not reached: `reached` ends at `total`, and uniform < 1
@@ -393,9 +400,14 @@ std::int32_t Sampler::draw_from_all(const float* row, const RowScan& found, floa
   return static_cast<std::int32_t>(last);
 }
 
-// Leaves in scratch.ids the `count` most likely tokens, ascending by id. Needs the row's scan in scratch.group_max.
+// Keeps the tokens whose value is at least `threshold`.
+void Sampler::keep_at_least(const float* values, float threshold, Scratch& scratch) const {
+  scratch.num_kept = static_cast<std::size_t>(kernels_.collect(values, vocab_, threshold, scratch.ids.data()));
+}
+
+// Keeps the `count` most likely tokens. Needs the row's scan in scratch.group_max.
 void Sampler::keep_most_likely(const float* row, std::int32_t count, Scratch& scratch) const {
-  // As many group maxima as wanted tokens reach the bound, so at least that many tokens do.
+  // As many group maxima as wanted tokens reach the threshold, so at least that many tokens do.
   const std::vector<float>& groups = scratch.group_max;
   if (static_cast<std::size_t>(count) <= groups.size())
     scratch.values.assign(groups.begin(), groups.end());
@@ -403,47 +415,61 @@ void Sampler::keep_most_likely(const float* row, std::int32_t count, Scratch& sc
     scratch.values.assign(row, row + vocab_);
   const auto nth = scratch.values.begin() + (count - 1);
   std::nth_element(scratch.values.begin(), nth, scratch.values.end(), std::greater<>());
-  scratch.ids.resize(static_cast<std::size_t>(vocab_));
-  const std::int64_t found = kernels_.collect(row, vocab_, *nth, scratch.ids.data());
-  scratch.ids.resize(static_cast<std::size_t>(found));
-  if (found == count) return;
+  keep_at_least(row, *nth, scratch);
+  if (scratch.num_kept == static_cast<std::size_t>(count)) return;
 
   auto& candidates = scratch.candidates;
   candidates.clear();
-  for (const std::int32_t id : scratch.ids) candidates.push_back({row[id], id, 0});
+  for (std::size_t i = 0; i < scratch.num_kept; ++i) candidates.push_back({row[scratch.ids[i]], scratch.ids[i], 0});
   std::nth_element(candidates.begin(), candidates.begin() + (count - 1), candidates.end(), more_likely<Candidate>);
   const Candidate last = candidates[static_cast<std::size_t>(count - 1)];
-  std::erase_if(scratch.ids, [&](std::int32_t id) { return more_likely(last, Candidate{row[id], id, 0}); });
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < scratch.num_kept; ++i)
+    if (!more_likely(last, Candidate{row[scratch.ids[i]], scratch.ids[i], 0})) scratch.ids[kept++] = scratch.ids[i];
+  scratch.num_kept = kept;
 }
 
-// Of scratch.ids, leaves the shortest list of most likely tokens whose probabilities reach `target`, at least one.
-void Sampler::keep_most_mass(double target, Scratch& scratch) const {
+// The last of the shortest list of most likely kept tokens whose weights reach `target`; the least likely one if all do
+// not.
+Sampler::Candidate Sampler::find_last_by_mass(double target, float max, float scale, Scratch& scratch) const {
+  // Weigh the tokens in buckets of z, most likely first, to find the bucket in which the target is reached.
+  float deepest = 0.0f;
+  for (std::size_t i = 0; i < scratch.num_kept; ++i)
+    deepest = std::max(deepest, std::min((max - scratch.logits[i]) * scale, kDeepestZ));
+  const float buckets_per_z = deepest > kSmallestDepth ? static_cast<float>(kMassBuckets - 1) / deepest : 0.0f;
+  const auto bucket_of = [&](std::size_t i) {
+    const float depth = std::min((max - scratch.logits[i]) * scale, deepest);
+    return static_cast<std::size_t>(depth * buckets_per_z);
+  };
+  scratch.masses.assign(kMassBuckets, 0);
+  for (std::size_t i = 0; i < scratch.num_kept; ++i) scratch.masses[bucket_of(i)] += mass_of(scratch.weights[i]);
+  const double target_mass = target * kMassUnits;
+  const auto last_bucket = static_cast<std::size_t>(deepest * buckets_per_z);
+  std::int64_t reached = 0;
+  std::size_t bucket = 0;
+  while (bucket < last_bucket && static_cast<double>(reached + scratch.masses[bucket]) < target_mass)
+    reached += scratch.masses[bucket++];
+
   auto& candidates = scratch.candidates;
   candidates.clear();
-  for (std::size_t i = 0; i < scratch.ids.size(); ++i) {
-    const double mass = static_cast<double>(scratch.kept_probabilities[i]) * kMassUnits;
-    candidates.push_back({scratch.kept_logits[i], scratch.ids[i], static_cast<std::int64_t>(mass)});
-  }
-  // Bisection: [begin, end) holds the token that reaches the target; all before it are more likely and weigh `reached`.
+  for (std::size_t i = 0; i < scratch.num_kept; ++i)
+    if (bucket_of(i) == bucket) candidates.push_back({scratch.logits[i], scratch.ids[i], mass_of(scratch.weights[i])});
+
+  // Bisect it: [begin, end) holds the token sought; all before it are more likely and weigh `reached`.
   auto begin = candidates.begin(), end = candidates.end();
-  std::int64_t reached = 0;
   while (end - begin > 1) {
     const auto middle = begin + (end - begin) / 2;
     std::nth_element(begin, middle, end, more_likely<Candidate>);
     std::int64_t upper = 0;
     for (auto it = begin; it != middle; ++it) upper += it->mass;
-    if (static_cast<double>(reached + upper) >= target * kMassUnits) {
+    if (static_cast<double>(reached + upper) >= target_mass) {
       end = middle;
     } else {
       reached += upper;
       begin = middle;
     }
   }
-  const Candidate last = *begin;
-  std::size_t kept = 0;
-  for (std::size_t i = 0; i < scratch.ids.size(); ++i)
-    if (!more_likely(last, Candidate{scratch.kept_logits[i], scratch.ids[i], 0})) scratch.ids[kept++] = scratch.ids[i];
-  scratch.ids.resize(kept);
+  return *begin;
 }
 
 // Writes the entries after the first and returns log(sum(e^logit)). Needs the row's scan in scratch.group_max.
@@ -453,10 +479,10 @@ double Sampler::write_top_logprobs(const float* row, const RowScan& found, const
   const double log_sum_exp = static_cast<double>(found.max) + std::log(sum);
   if (out.num_top == 0) return log_sum_exp;
   if (out.num_top == 1) {
-    scratch.ids.assign(1, found.argmax);
+    scratch.ids[0] = found.argmax;
   } else {
     keep_most_likely(row, out.num_top, scratch);
-    std::sort(scratch.ids.begin(), scratch.ids.end(), [&](std::int32_t a, std::int32_t b) {
+    std::sort(scratch.ids.begin(), scratch.ids.begin() + out.num_top, [&](std::int32_t a, std::int32_t b) {
       return more_likely(Candidate{row[a], a, 0}, Candidate{row[b], b, 0});
     });
   }

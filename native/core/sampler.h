@@ -125,10 +125,21 @@ class Sampler {
 
   // Working memory of one row.
   struct Scratch {
-    std::vector<float> treated, probabilities, group_max, values, kept_logits, kept_probabilities;
+    std::vector<float> treated;        // [vocab]: the logits after treatment, when the raw ones are still needed
+    std::vector<float> probabilities;  // [vocab]
+    std::vector<float> group_max;      // of the last scan
     std::vector<double> chunk_sums;
-    std::vector<std::int32_t> ids;
+    // The tokens that may be chosen: the first num_kept elements, ascending by id.
+    std::size_t num_kept = 0;
+    std::vector<std::int32_t> ids;       // [vocab]
+    std::vector<float> logits, weights;  // e^z
+    std::vector<float> values;           // of selections
     std::vector<Candidate> candidates;
+    std::vector<std::int64_t> masses;
+
+    // Keeps the elements whose index satisfies the predicate. It may read element i of each, not earlier ones.
+    template <typename Predicate>
+    void keep_if(const Predicate& predicate);
   };
 
   // Where a row's log-probabilities go.
@@ -150,8 +161,9 @@ class Sampler {
                       Scratch& scratch) const;
   std::int32_t draw_from_all(const float* row, const RowScan& found, float scale, double uniform,
                              Scratch& scratch) const;
+  void keep_at_least(const float* values, float threshold, Scratch& scratch) const;
   void keep_most_likely(const float* row, std::int32_t count, Scratch& scratch) const;
-  void keep_most_mass(double target, Scratch& scratch) const;
+  Candidate find_last_by_mass(double target, float max, float scale, Scratch& scratch) const;
   double write_top_logprobs(const float* row, const RowScan& found, const LogprobOutput& out, Scratch& scratch) const;
   void write_logprob(const float* row, std::int32_t token, double log_sum_exp, const LogprobOutput& out) const;
   RowStatus sample_row(float* logits, const Slot& slot, std::int64_t position, std::int32_t* token,

@@ -15,6 +15,7 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"  // clang does not know the next
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarm about GCC's own intrinsics (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif
