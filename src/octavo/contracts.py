@@ -161,9 +161,10 @@ class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
 class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Compute positions start..start+count-1 of a slot's known tokens.
 
-    `new_blocks[g]` are appended to the row's block table of group g. `freed_blocks[g]` counts table entries, from the
-    front of the table, that no longer may be read (outside the window). With `sample`, the last position's logits give a new
-    token, which the runner appends to the slot's known tokens.
+    `new_blocks[g]` are appended to the row's block table of group g, which is empty after a `SlotStart`; `NULL_BLOCK` among
+    them stands for positions that a prefix hit need not have. `freed_blocks[g]` counts table entries, from the front of the
+    table, that no longer may be read (outside the window): all of them, not only new ones; empty when no group has a window.
+    With `sample`, the last position's logits give a new token, which the runner appends to the slot's known tokens.
     """
 
     slot: Slot
@@ -175,7 +176,11 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, decided. The runner applies `releases`, then `starts`, then computes `rows`."""
+    """One step, decided. The runner applies `releases`, then `starts`, then computes `rows`.
+
+    After a step that raised, the next plan repeats its releases and releases the slots of its rows: releasing a slot that is not
+    bound does nothing.
+    """
 
     step: int
     releases: tuple[Slot, ...]

@@ -136,19 +136,12 @@ class KVManager:
         """Index of the first block that `position` and later ones attend to."""
         return max(0, position - window + 1) // self.block_size
 
-    def shortfall(self, sequence: SequenceBlocks, num_tokens: int) -> list[int]:
-        """Per group, blocks that the sequence will still take until `num_tokens` are computed."""
-        return [
-            max(0, self._needed(group, num_tokens) - len(table) + freed)
-            for group, table, freed in zip(self.layout.groups, sequence.tables, sequence.freed, strict=True)
-        ]
-
-    def fits(self, sequence: SequenceBlocks, hit: int, num_tokens: int, reserved: Sequence[int]) -> bool:
-        """Whether a sequence with no blocks can take a hit of `hit` blocks and grow to `num_tokens` with `reserved[g]` free blocks left."""
-        for group, pool, window, kept_free in zip(self.layout.groups, self.pools, self._windows, reserved, strict=True):
+    def fits(self, sequence: SequenceBlocks, hit: int, num_tokens: int, reserve: int) -> bool:
+        """Whether a sequence with no blocks can take a hit of `hit` blocks and grow to `num_tokens` with `reserve` free blocks left."""
+        for group, pool, window in zip(self.layout.groups, self.pools, self._windows, strict=True):
             first = 0 if window is None else self._first_needed(window, hit * self.block_size)
             shared = sum(not pool.is_free(block) for block in self._hit_blocks(pool, sequence, first, hit))
-            if pool.num_free - kept_free < self._needed(group, num_tokens) - shared:
+            if pool.num_free - reserve < self._needed(group, num_tokens) - shared:
                 return False
         return True
 

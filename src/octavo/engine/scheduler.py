@@ -3,11 +3,12 @@
 One rule covers prefill, chunked prefill, decode, prefix hits and recomputation after preemption: compute some of the
 known-but-not-computed tokens within the step's budget.
 
-- Running requests come first, in order of arrival. One token of the budget is set aside for each running request still to
-  come, so every one of them advances in every step, however long another's prompt is. The rest goes to waiting requests.
-- A waiting request is admitted when the pools hold all its known tokens, on top of what running requests still need for
-  theirs and one block for each of them to grow into: else it would soon be preempted and computed again. It takes blocks
-  only as its chunks are computed. With nothing running any accepted request fits, so the queue always moves.
+- Running requests come first, in order of arrival, then waiting ones while budget is left. So only the last running one
+  can be partly computed when a step is planned; those before it take one token each, and since the budget is never below
+  the number of slots, every running request advances in every step, however long another's prompt is.
+- A waiting request is admitted when the pools can take all its known tokens and leave one block for each running request
+  to grow into: else it would soon be preempted and computed again. It takes blocks only as its chunks are computed. With
+  nothing running any accepted request fits, so the queue always moves.
 - When a running request finds no block, the last-arrived running one is preempted: it loses slot and blocks, keeps its
   tokens, and waits at the front of the queue. Its published blocks stay findable, so little is recomputed unless memory
   is really short. The first-arrived one is never preempted for another, which is why everything finishes.
@@ -209,21 +210,17 @@ class Scheduler:
         budget = self._budget
         rows: list[RowPlan] = []
         running = self._running
-        num_preempted = 0
         while len(rows) < len(running):
             request = running[len(rows)]
-            set_aside = len(running) - len(rows) - 1
-            count = min(request.num_known - request.num_computed, budget - set_aside)
+            count = min(request.num_known - request.num_computed, budget)
             self._kv.slide(request.blocks, request.num_computed)
             new_blocks = self._kv.allocate(request.blocks, request.num_computed + count)
             if new_blocks is None:
                 self._preempt_last()
-                num_preempted += 1
                 continue
             rows.append(self._row(request, count, new_blocks))
             budget -= count
-        # Blocks that were just taken from a request are not given to one that comes after it.
-        starts = [] if num_preempted else self._admit(budget, rows)
+        starts = self._admit(budget, rows)
         self._in_flight = running.copy()
         require(bool(rows), "requests are unfinished but none can run")
         for request in running:
@@ -253,11 +250,6 @@ class Scheduler:
     def _admit(self, budget: int, rows: list[RowPlan]) -> list[SlotStart]:
         """Starts waiting requests in their order while budget, slots and blocks last; appends their rows."""
         starts: list[SlotStart] = []
-        if not self._waiting or budget == 0 or not self._free_slots:
-            return starts
-        reserved = [0] * len(self._kv.pools)
-        for request in self._running:
-            self._reserve(reserved, request)
         now_s = self._clock()
         while self._waiting and budget > 0 and self._free_slots:
             request = self._waiting.peek()
@@ -266,7 +258,7 @@ class Scheduler:
             remaining = request.num_known - num_hit_tokens
             if remaining > budget and not self._chunked:
                 break
-            if not self._kv.fits(request.blocks, hit, request.num_known, reserved):
+            if not self._kv.fits(request.blocks, hit, request.num_known, reserve=len(self._running)):
                 break
             self._waiting.remove(request)
             self._running.append(request)
@@ -281,7 +273,6 @@ class Scheduler:
             # The slot's table is empty so far: this row brings all of it, prefix hit included.
             rows.append(self._row(request, count, tuple(tuple(table) for table in request.blocks.tables)))
             budget -= count
-            self._reserve(reserved, request)
             if request.scheduled_s is None:
                 request.scheduled_s = now_s
                 request.num_cached_tokens = num_hit_tokens
@@ -299,15 +290,6 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             sampling=request.spec.sampling,
         )
-
-    def _reserve(self, reserved: list[int], request: Request) -> None:
-        """Adds, per group, the blocks a running request still needs for its known tokens and one to grow into."""
-        if request.num_known <= request.blocks.num_tokens:
-            for group in range(len(reserved)):
-                reserved[group] += 1
-        else:
-            for group, blocks in enumerate(self._kv.shortfall(request.blocks, request.num_known)):
-                reserved[group] += blocks + 1
 
     def _preempt_last(self) -> None:
         request = self._running.pop()
@@ -462,6 +444,8 @@ class Scheduler:
         require(None not in slots, "a running request has no slot")
         require(len(self._releases) == len(set(self._releases)), "a slot is released twice")
         require(set(self._releases) <= set(self._free_slots), "a slot in use is to be released")
+        partial = [request for request in self._running[:-1] if request.num_known - request.num_computed > 1]
+        require(bool(self._in_flight) or not partial, "a running request before the last is partly computed")
         for request in holders:
             room, computed = request.blocks.num_tokens, request.num_computed
             require(computed <= room, f"{request.request_id}: {computed} tokens computed, room for {room}")

@@ -19,6 +19,7 @@ from octavo.contracts import (
     ResetPrefixCache,
     Shutdown,
     StepPlan,
+    StepResult,
 )
 from octavo.engine import EngineLoop, Scheduler
 from octavo.errors import EngineError
@@ -138,6 +139,20 @@ def test_a_failing_request_in_a_step_leaves_the_others_alone() -> None:
     faults = Faults(rows={RequestId("a")})
     outbox, _, _ = run([add("a", "b")], *[NOTHING] * 5, [Shutdown()], faults=faults)
     assert outbox.answers["a"].finish_reason is FinishReason.ERROR
+    assert outbox.answers["b"].finish_reason is FinishReason.LENGTH
+
+
+def test_an_answer_that_does_not_fit_the_plan_fails_the_step_only() -> None:
+    class Executor(FakeExecutor):
+        def sample(self) -> StepResult:
+            result = super().sample()
+            return StepResult(step=result.step, rows=()) if result.step == 1 else result
+
+    outbox = CollectingOutbox()
+    scheduler = Scheduler(KV, SchedulerConfig(max_num_seqs=4), max_model_len=64)
+    inbox = ScriptedInbox([add("a")], [add("b")], *[NOTHING] * 4, [Shutdown()])
+    EngineLoop(scheduler, Executor(KV, 4, 512), inbox, outbox).run()
+    assert outbox.answers["a"].error_code == "engine_error"
     assert outbox.answers["b"].finish_reason is FinishReason.LENGTH
 
 

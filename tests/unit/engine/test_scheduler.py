@@ -349,6 +349,22 @@ def test_a_preempted_request_keeps_its_prompt_logprobs_and_its_stream() -> None:
     assert finished[RequestId("b")].num_preemptions > 0
 
 
+def test_prompt_logprobs_survive_a_preemption_between_chunks() -> None:
+    """What was scored before is neither repeated nor lost, however the recomputed chunks overlap it."""
+    harness = Harness(layout(13), max_num_batched_tokens=3, max_num_seqs=2)
+    harness.add(request("decodes", range(60, 64), max_tokens=24))
+    harness.step()
+    harness.step()
+    harness.add(request("scored", range(40), max_tokens=2, prompt_logprobs=0))
+    while not harness.outbox.outputs[-1].stats.num_preemptions:
+        harness.step()
+    assert "scored" not in harness.outbox.answers
+    plans = harness.run()
+    again = next(plan for plan in plans if plan.starts)
+    assert 0 < again.rows[-1].start < 30
+    harness.check_answers()
+
+
 # --- cancel ---------------------------------------------------------------------------------------------------------
 
 
@@ -444,6 +460,15 @@ def test_a_row_that_fails_ends_its_request_only() -> None:
     assert harness.answer("a").error_message == "the logits hold NaN"
     assert harness.answer("a").error_code == "engine_error"
     harness.check_answers(except_for=["a"])
+
+
+def test_nothing_of_a_failed_row_is_cached() -> None:
+    harness = Harness(layout(12), max_num_batched_tokens=8, faults=Faults(rows={RequestId("a")}))
+    harness.add(request("a", range(13)))
+    harness.run()
+    harness.add(request("b", range(13)))
+    harness.run()
+    assert harness.answer("b").num_cached_tokens == 8  # What the first step computed, not what came with the error.
 
 
 @pytest.mark.parametrize(
