@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+# Before numpy is imported: OpenBLAS threads spin at barriers, and take ten times as long when the cores are shared.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 

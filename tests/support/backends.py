@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from octavo.backends.cpu.backend import CpuBackend
-
 from octavo.backends.base import Backend
 from octavo.backends.cpu import _native
+from octavo.backends.cpu.backend import CpuBackend
 from octavo.backends.numpy import NumpyBackend
 
 ISAS: tuple[str, ...] = tuple(_native.available_isas())
