@@ -144,8 +144,8 @@ class CpuModel:
         return program.run(pool, batch.tokens, batch.positions, batch.row_starts, list(batch.tables), batch.logit_rows)
 
     def make_sampler(self, max_num_seqs: int) -> Sampler:
-        """A native sampler of the same instruction set."""
-        return CpuSampler(max_num_seqs, self._vocab_size, isa=self._isa)
+        """A native sampler of the same instruction set. It shares the threads, and keeps them while it lives."""
+        return CpuSampler(max_num_seqs, self._vocab_size, isa=self._isa, pool=self._pool)
 
     def close(self) -> None:
         """Drops program, weights, cache and threads. Idempotent."""
