@@ -37,7 +37,6 @@ _log = logging.getLogger("octavo")
 
 DEFAULT_KV_BYTES = 1 << 30
 """The KV cache's budget when nothing is configured, or a quarter of the free memory where that is less."""
-DEFAULT_BATCHED_TOKENS = 512
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DEFAULT_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -301,6 +300,7 @@ def budget_memory(
     else a modest default. One request of the full context must fit: the model's own context is reduced to what fits,
     with a warning, an explicit --max-model-len is refused. Raises ConfigError.
     """
+    from octavo.engine import token_budget
     from octavo.runner.kv_budget import kv_layout, longest_context, request_bytes
 
     block_size = config.cache.block_size
@@ -308,7 +308,7 @@ def budget_memory(
     memory_bytes, source = _kv_bytes(config, free_bytes, weight_bytes)
     asked = config.model.max_model_len
     longest = asked or max_context
-    max_chunk = _batched_tokens(config.scheduler, longest)
+    max_chunk = token_budget(config.scheduler, longest)
     fits = longest_context(groups, memory_bytes, longest, block_size=block_size, max_chunk=max_chunk)
     needs = request_bytes(groups, longest, block_size=block_size, max_chunk=max_chunk)
     warnings: list[str] = []
@@ -339,8 +339,10 @@ def budget_memory(
 
 
 def resolve_scheduler(config: SchedulerConfig, max_model_len: int) -> SchedulerConfig:
-    """The scheduler's section with the default of max_num_batched_tokens filled in."""
-    return msgspec.structs.replace(config, max_num_batched_tokens=_batched_tokens(config, max_model_len))
+    """The scheduler's section, checked, with the default of max_num_batched_tokens filled in. Raises ConfigError."""
+    from octavo.engine import token_budget
+
+    return msgspec.structs.replace(config, max_num_batched_tokens=token_budget(config, max_model_len))
 
 
 def parse_bytes(text: str, flag: str) -> int:
@@ -371,18 +373,6 @@ def _kv_bytes(config: Config, free_bytes: int, weight_bytes: int) -> tuple[int, 
             f"--gpu-memory-utilization {share:g} of {_text(free_bytes)} free, less {_text(weight_bytes)} of weights,"
         )
     return min(DEFAULT_KV_BYTES, max(free_bytes - weight_bytes, 0) // 4), "the default budget"
-
-
-def _batched_tokens(config: SchedulerConfig, max_model_len: int) -> int:
-    if config.max_num_batched_tokens is not None:
-        if config.max_num_batched_tokens < 1:
-            raise ConfigError(
-                f"--max-num-batched-tokens is {config.max_num_batched_tokens}: it must be at least 1",
-                param="max_num_batched_tokens",
-            )
-        return config.max_num_batched_tokens
-    whole = 0 if config.enable_chunked_prefill else max_model_len
-    return max(DEFAULT_BATCHED_TOKENS, config.max_num_seqs, whole)
 
 
 def _for_child(config: Config, checkpoint: Checkpoint) -> Config:
