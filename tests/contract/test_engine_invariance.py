@@ -1,0 +1,171 @@
+"""Same bits through the whole engine: real scheduler, runner and native kernels, whatever else runs and however memory is short.
+
+A request's tokens and logprob bits are those it gets alone: in a batch, in chunks, with a cold and a warm prefix cache, after
+preemption, on other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+import pytest
+
+from octavo.backends.cpu.backend import CpuBackend
+from octavo.config import SchedulerConfig
+from octavo.contracts import GenerateRequest, KVLayout, RequestId, TokenEvent, TokenLogprobs, TokenSampling
+from octavo.engine.scheduler import Scheduler
+from octavo.models import ModelSpec, make_forward
+from octavo.quant import Format
+from octavo.runner.kv_budget import blocks_for_request
+from octavo.runner.model_runner import ModelRunner
+from support.tiny_models import random_tensors, tiny_spec
+
+SPECS = {"full": tiny_spec(), "windows": tiny_spec(windows=(None, 24), qkv_bias=True)}
+MAX_MODEL_LEN = 256
+
+
+class Answer(msgspec.Struct):
+    """What one request got."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+class Engine:
+    """Scheduler and runner without threads. `num_preemptions` and `num_cached` are totals."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        max_num_seqs: int = 20,
+        budget: int = 512,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        caching: bool = True,
+        threads: int = 1,
+    ) -> None:
+        model = CpuBackend(threads=threads).load(make_forward(spec), random_tensors(spec, Format.Q4_1), dtype="auto")
+        groups = spec.kv_groups(model.bytes_per_kv_value)
+        layout = KVLayout(block_size=block_size, groups=groups, num_blocks=(num_blocks or 2000,) * len(groups))
+        self.scheduler = Scheduler(
+            layout,
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            max_model_len=MAX_MODEL_LEN,
+            enable_prefix_caching=caching,
+        )
+        self.runner = ModelRunner(model, layout, max_num_seqs=max_num_seqs, max_model_len=MAX_MODEL_LEN)
+        self.num_preemptions = 0
+        self.num_cached = 0
+
+    def run(self, requests: Sequence[GenerateRequest]) -> list[Answer]:
+        """Answers of all requests, which arrive one step after the other."""
+        answers = {request.request_id: Answer() for request in requests}
+        waiting = list(requests)
+        while waiting or self.scheduler.has_work:
+            if waiting:
+                self.scheduler.add(waiting.pop(0))
+            plan = self.scheduler.plan()
+            assert plan is not None
+            output = self.scheduler.commit(plan, self.runner.submit(plan).sample())
+            self.scheduler.check()
+            self.num_preemptions += output.stats.num_preemptions
+            for event in output.events:
+                self._take(answers[event.request_id], event)
+        self.scheduler.check_idle()
+        return list(answers.values())
+
+    def _take(self, answer: Answer, event: TokenEvent) -> None:
+        assert event.error_code is None, event.error_message
+        answer.token_ids += event.token_ids
+        answer.logprobs += event.logprobs or ()
+        answer.prompt_logprobs += event.prompt_logprobs or ()
+        self.num_cached += event.num_cached_tokens or 0
+
+
+@pytest.fixture(params=SPECS)
+def spec(request: pytest.FixtureRequest) -> ModelSpec:
+    return SPECS[request.param]
+
+
+@pytest.fixture
+def engines(spec: ModelSpec) -> Iterator[list[Engine]]:
+    """Engines to be closed after the test."""
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.runner.close()
+
+
+def requests_for(spec: ModelSpec, count: int = 17) -> list[GenerateRequest]:
+    """Prompts of 1 to 120 tokens, some of which begin alike, with every kind of sampling."""
+    rng = np.random.default_rng(3)
+    stem = rng.integers(0, spec.vocab_size, 60).tolist()
+    requests = []
+    for index in range(count):
+        own = rng.integers(0, spec.vocab_size, int(rng.integers(1, 60))).tolist()
+        sampling = TokenSampling(
+            max_tokens=int(rng.integers(5, 40)),
+            temperature=[0.0, 0.8, 1.3][index % 3],
+            top_p=[1.0, 0.9][index % 2],
+            frequency_penalty=[0.0, 0.5][index % 2],
+            repetition_penalty=[1.0, 1.2][index % 2],
+            seed=index,
+            logprobs=3,
+            prompt_logprobs=2 if index % 5 == 0 else None,
+            ignore_eos=True,
+        )
+        requests.append(
+            GenerateRequest(
+                request_id=RequestId(f"r{index}"),
+                prompt_token_ids=tuple([*stem, *own] if index % 2 else own),
+                sampling=sampling,
+            )
+        )
+    return requests
+
+
+def alone(spec: ModelSpec, engines: list[Engine]) -> tuple[list[GenerateRequest], list[Answer]]:
+    requests = requests_for(spec)
+    engine = Engine(spec, caching=False)
+    engines.append(engine)
+    answers = [engine.run([request])[0] for request in requests]
+    assert len({answer.token_ids for answer in answers}) == len(answers)
+    assert all(len(a.token_ids) == r.sampling.max_tokens for a, r in zip(answers, requests, strict=True))
+    return requests, answers
+
+
+def test_batches_and_chunks(spec: ModelSpec, engines: list[Engine]) -> None:
+    requests, expected = alone(spec, engines)
+    settings: list[dict[str, int]] = [{}, {"budget": 64}, {"budget": 20}, {"budget": 7, "max_num_seqs": 5}]
+    settings += [{"budget": 1, "max_num_seqs": 1}, {"block_size": 8}, {"block_size": 32, "threads": 2}]
+    for changes in settings:
+        engine = Engine(spec, caching=False, **changes)
+        engines.append(engine)
+        assert engine.run(requests) == expected, changes
+
+
+def test_cold_and_warm_cache(spec: ModelSpec, engines: list[Engine]) -> None:
+    requests, expected = alone(spec, engines)
+    engine = Engine(spec, budget=64)
+    engines.append(engine)
+    assert engine.run(requests) == expected
+    cold = engine.num_cached
+    assert engine.run(requests) == expected
+    assert engine.num_cached - cold > cold
+
+
+def test_preemption(spec: ModelSpec, engines: list[Engine]) -> None:
+    """The pools hold little more than the longest request."""
+    requests, expected = alone(spec, engines)
+    longest = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+    groups = spec.kv_groups(2.0)
+    need = max(blocks_for_request(group, longest, block_size=16, max_chunk=32) for group in groups)
+    for caching in (False, True):
+        engine = Engine(spec, budget=32, num_blocks=need + 4, caching=caching)
+        engines.append(engine)
+        assert engine.run(requests) == expected, f"caching {caching}"
+        assert engine.num_preemptions > 0
