@@ -241,18 +241,22 @@ inline void dot_u8(const uint8_t* levels, const QuantBlock* input, int64_t strid
 #if defined(OCTAVO_ISA_avx512)
 inline constexpr int kIntegerRows = 8;
 inline constexpr int kFloatRows = 6;
-constexpr int float_panels(int rows) { return rows <= 4 ? 4 : 3; }
-#else
+inline constexpr int kFloatPanels = 4;
+#elif defined(OCTAVO_ISA_avx2)
 inline constexpr int kIntegerRows = 4;
 inline constexpr int kFloatRows = 4;
-constexpr int float_panels(int rows) { return rows <= 2 ? 2 : 1; }
+inline constexpr int kFloatPanels = 1;
+#else
+inline constexpr int kIntegerRows = 2;
+inline constexpr int kFloatRows = 2;
+inline constexpr int kFloatPanels = 1;
 #endif
 
 struct U4Min {
   static constexpr int64_t kStepLines = kU4MinBlockBytes / 64;
   static constexpr int kRows = kIntegerRows;
   static int64_t steps(int64_t k) { return k / kQuantBlock; }
-  static constexpr int panels(int) { return 1; }
+  static constexpr int kPanels = 1;
 
   template <int R, int P>
   static void tile(const LinearArgs& args, int64_t panel, int64_t row, Prefetch prefetch) {
@@ -284,7 +288,7 @@ struct Paired {
   static constexpr int64_t kStepLines = (2 * kHalvesBytes + 2 * kLevelBytes) / 64 / 2 + 1;
   static constexpr int kRows = kIntegerRows;
   static int64_t steps(int64_t k) { return k / kQuantBlock; }
-  static constexpr int panels(int) { return 1; }
+  static constexpr int kPanels = 1;
 
   template <int R, int P>
   static void tile(const LinearArgs& args, int64_t panel, int64_t row, Prefetch prefetch) {
@@ -355,7 +359,7 @@ struct BF16 {
   static constexpr int64_t kStepLines = 1;
   static constexpr int kRows = kFloatRows;
   static int64_t steps(int64_t k) { return (k + 1) / 2; }
-  static constexpr int panels(int rows) { return float_panels(rows); }
+  static constexpr int kPanels = kFloatPanels;
 
   template <int R, int P>
   static OCTAVO_INLINE void step(const uint8_t* weights, int64_t panel_bytes, const uint32_t (&x)[R],
@@ -397,7 +401,7 @@ struct F32 {
   static constexpr int64_t kStepLines = 1;
   static constexpr int kRows = kFloatRows;
   static int64_t steps(int64_t k) { return k; }
-  static constexpr int panels(int rows) { return float_panels(rows); }
+  static constexpr int kPanels = kFloatPanels;
 
   template <int R, int P>
   static void tile(const LinearArgs& args, int64_t panel, int64_t row, Prefetch prefetch) {
@@ -437,13 +441,13 @@ using Tile = void (*)(const LinearArgs& args, int64_t panel, int64_t row, Prefet
 // By rows - 1.
 template <class Weights>
 struct Tiles {
-  Tile wide[Weights::kRows];    // Weights::panels(rows) panels at a time
+  Tile wide[Weights::kRows];    // Weights::kPanels panels
   Tile narrow[Weights::kRows];  // one panel
 };
 
 template <class Weights, int... kRow>
 constexpr Tiles<Weights> make_tiles(Sequence<kRow...>) {
-  return {{&Weights::template tile<kRow + 1, Weights::panels(kRow + 1)>...}, {&Weights::template tile<kRow + 1, 1>...}};
+  return {{&Weights::template tile<kRow + 1, Weights::kPanels>...}, {&Weights::template tile<kRow + 1, 1>...}};
 }
 
 template <class Weights>
@@ -451,16 +455,14 @@ void multiply_panels(const LinearArgs& args, int64_t panel_begin, int64_t panel_
   static constexpr Tiles<Weights> kTiles = make_tiles<Weights>(typename Count<Weights::kRows>::Type{});
   const int64_t rows = args.input.rows;
   if (rows == 0) return;
-  const int64_t tiles = (rows + Weights::kRows - 1) / Weights::kRows;
-  const int64_t most_rows = (rows + tiles - 1) / tiles;  // balanced: tiles differ by one row at most
+  const int64_t tiles = (rows + Weights::kRows - 1) / Weights::kRows;  // balanced: they differ by one row at most
   const int64_t steps = Weights::steps(args.weight.k);
   for (int64_t panel = panel_begin; panel < panel_end;) {
-    const int64_t wide = Weights::panels(static_cast<int>(most_rows));
-    const int64_t width = panel_end - panel >= wide ? wide : 1;
+    const int64_t width = panel_end - panel >= Weights::kPanels ? Weights::kPanels : 1;
     const Tile* tile_of = width == 1 ? kTiles.narrow : kTiles.wide;
+    // Each tile fetches `share` lines per step, so that together the tiles of these panels fetch the next ones.
     const int64_t step_lines = Weights::kStepLines * width;
-    const int64_t share =
-        (step_lines + tiles - 1) / tiles;  // lines per step, so that the first tiles fetch the next panels
+    const int64_t share = (step_lines + tiles - 1) / tiles;
     const uintptr_t next = reinterpret_cast<uintptr_t>(args.weight.data + (panel + width) * args.weight.panel_bytes);
     int64_t row = 0;
     for (int64_t t = 0; t < tiles; ++t) {

@@ -148,17 +148,19 @@ void check_products(const Case& c, const PackedMatrix& matrix, const Kernels& ke
 
   for (int64_t rows : {1, 2, 5, 8, 13, 19}) {
     const Input input(kernels, matrix.packing, x, rows, c.k);
-    for (int64_t step : {int64_t{1}, int64_t{3}, panels}) {
-      std::vector<float> out((rows - 1) * stride + c.n, kUntouched);  // ends with the last row's last column
+    for (int64_t step : {int64_t{1}, int64_t{3}, int64_t{4}, panels}) {
       for (int64_t p = 0; p < panels; p += step) {
         const int64_t end = p + step < panels ? p + step : panels;
+        std::vector<float> out((rows - 1) * stride + c.n, kUntouched);  // ends with the last row's last column
         kernels.linear({matrix, {rows, c.k, input.data()}, bias.data(), out.data(), stride}, p, end);
-      }
-      for (int64_t r = 0; r < rows; ++r) {
-        CHECK_MSG(std::memcmp(&out[r * stride], &expected[r * c.n], c.n * sizeof(float)) == 0,
-                  c.name() + ", " + kernels.name + ", " + std::to_string(rows) + " rows");
-        if (r + 1 < rows)
-          for (int64_t i = c.n; i < stride; ++i) CHECK_MSG(out[r * stride + i] == kUntouched, c.name());
+        for (size_t i = 0; i < out.size(); ++i) {
+          const int64_t row = static_cast<int64_t>(i) / stride, column = static_cast<int64_t>(i) % stride;
+          const bool written = column >= p * kPanel && column < end * kPanel && column < c.n;
+          const float wanted = written ? expected[row * c.n + column] : kUntouched;
+          CHECK_MSG(std::memcmp(&out[i], &wanted, sizeof wanted) == 0,
+                    c.name() + ", " + kernels.name + ", " + std::to_string(rows) + " rows, panels " +
+                        std::to_string(p) + " to " + std::to_string(end));
+        }
       }
     }
   }
