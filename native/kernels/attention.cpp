@@ -72,10 +72,11 @@ inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Scores of R rows against the 16 positions whose K lies at lo (8) and hi (8); `step` elements from one dimension pair
-// to the next.
+// to the next. Meanwhile fetches what is read next: the K at next_k, with the same step, and the 16 rows of V at
+// next_v. Block tables jump, and the hardware cannot guess where.
 template <int R, bool kTogether, class T>
-inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step, int64_t pairs, F16 scale,
-                        F16* scores) {
+inline void score_group(const Row* rows, const T* lo, const T* hi, const T* next_k, const T* next_v, int64_t step,
+                        int64_t pairs, F16 scale, F16* scores) {
   F16 even[R], odd[R];
   const float* q[R];
   for (int r = 0; r < R; ++r) {
@@ -90,6 +91,8 @@ inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step,
       k = load_pairs(lo, hi);
     lo += step;
     hi += step;
+    __builtin_prefetch(next_k + i * step);
+    __builtin_prefetch(next_v + i * 2 * kLanes, 0, 2);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       even[r] = fma(splat(q[r][2 * i]), k.first, even[r]);
@@ -176,14 +179,16 @@ inline void attend_split(const Head<T>& head, Row* rows, int64_t split, F16 scal
     F16 scores[R];
     if (block_size >= kLanes) {
       const T* k = head.k(position);
-      score_group<R, true>(rows, k, k + kLanes, 2 * block_size, head.head_dim / 2, scale, scores);
+      const T* next = position + kLanes < rows[R - 1].end ? head.k(position + kLanes) : k;
+      score_group<R, true>(rows, k, k + kLanes, next, head.v(position), 2 * block_size, head.head_dim / 2, scale,
+                           scores);
     } else {
       // Two half groups in blocks of eight. A half that nobody sees may have no block: the other stands in, and is
       // masked.
       const bool has_lo = begin<position + 8, has_hi = end> position + 8;
       const T* lo = head.k(has_lo ? position : position + 8);
       const T* hi = has_hi ? head.k(position + 8) : lo;
-      score_group<R, false>(rows, lo, hi, 2 * block_size, head.head_dim / 2, scale, scores);
+      score_group<R, false>(rows, lo, hi, hi, lo, 2 * block_size, head.head_dim / 2, scale, scores);
     }
     for (int r = 0; r < R; ++r) {
       const int64_t visible_from = rows[r].begin - position, visible_to = rows[r].end - position;
