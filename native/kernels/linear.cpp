@@ -239,8 +239,8 @@ inline void dot_u8(const uint8_t* levels, const QuantBlock* input, int64_t strid
 // enough for the registers.
 
 #if defined(OCTAVO_ISA_avx512)
-inline constexpr int kIntegerRows = 8;
-inline constexpr int kFloatRows = 6;
+inline constexpr int kIntegerRows = 5;
+inline constexpr int kFloatRows = 4;
 inline constexpr int kFloatPanels = 4;
 #elif defined(OCTAVO_ISA_avx2)
 inline constexpr int kIntegerRows = 4;
