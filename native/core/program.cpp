@@ -15,8 +15,10 @@ namespace {
 constexpr std::int64_t kRowTilesPerThread = 4;
 constexpr std::int64_t kMostRowsPerTile = 16;  // so that what one instruction writes is still in cache for the next
 constexpr std::int64_t kPanelTilesPerThread = 8;
-constexpr std::int32_t kQueryRows =
-    48;  // tokens times heads of one KV head that attend together: a multiple of the kernels' tiles
+// Tokens times heads of one KV head that attend together: a multiple of the kernels' tiles.
+constexpr std::int32_t kQueryRows = 48;
+// A larger buffer of logits is given back when it is no longer needed.
+constexpr std::size_t kKeptLogitsBytes = std::size_t{32} << 20;
 constexpr std::int64_t kMostColumns = std::int64_t{1} << 30;
 
 void require(bool ok, const std::string& message) {
@@ -397,7 +399,8 @@ Logits Program::run(Pool& pool, const Batch& batch) {
   const std::int64_t columns = values_[logits_].columns;
   const std::size_t logits_bytes =
       std::max<std::size_t>(1, sizeof(float) * static_cast<std::size_t>(num_logits * columns));
-  if (logits_memory_ == nullptr || logits_memory_->size() < logits_bytes) {
+  const std::size_t held = logits_memory_ == nullptr ? 0 : logits_memory_->size();
+  if (held < logits_bytes || (held > kKeptLogitsBytes && held / 4 > logits_bytes)) {
     logits_memory_.reset();
     logits_memory_ = std::make_shared<Mapping>(logits_bytes, Mapping::Pages::kHuge);
   }
