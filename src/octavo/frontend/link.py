@@ -165,6 +165,7 @@ class ThreadLink:
             self._run(self._inbox, _CallOutbox(self._on_output))
         except BaseException as error:  # noqa: BLE001 - whatever ends the loop, those who wait for it must hear of it
             reason = f"the engine loop failed: {type(error).__name__}: {error}"
+        del self._run  # Weights and native threads go now, whoever still holds this link.
         if not self._closed:
             self._hooks.on_death(reason)
 
