@@ -14,7 +14,7 @@ inline constexpr int kPanel = 16;       // output columns per packed panel: the 
 inline constexpr int kQuantBlock = 32;  // weights or activations that share a scale
 inline constexpr int kKvSplit = 256;    // attention merges partial results at these absolute token boundaries
 
-// Packed weight matrices. N in lanes, K in order; N is padded to a multiple of kPanel with zero columns.
+// Packed weight matrices. N in lanes, K in order; N is padded to a multiple of kPanel with zero columns. Exact places: panels.h.
 enum class Packing : int32_t {
   kF32 = 0,   // panel: k x 16 float
   kBF16 = 1,  // panel: k/2 x 16 x 2 bf16 (k odd: padded with zero)

@@ -1,15 +1,19 @@
 // Matrix products with packed weights: out[row, column] = sum over k of x[row, k] * w[column, k], plus bias.
 //
-// Arithmetic, version 1, the same bits on every instruction set and for every number of rows, panels and threads. All
-// fma are single float32 roundings, every chain runs in ascending k and starts from zero, the bias is added last:
-//   kU8, kU4 symmetric   acc = fma(weight.scale * input.scale, float(d), acc)      per block of 32,
-//                        d = sum(level * q) - zero * sum(q), zero = 128 or 8; an exact integer below 2^24
-//   kU4 with mins        acc = fma(weight.scale * input.scale, float(sum(level * q)), acc), then acc = fma(min,
-//   input.sum, acc) kBF16                acc = fma(x[2 i + 1], w[2 i + 1], acc), then acc = fma(x[2 i], w[2 i], acc):
-//   what vdpbf16ps computes
-//                        (measured on Zen 4; it flushes denormals, as the threads that run the other builds do)
-//   kF32                 acc = fma(w[i], x[i], acc)
-// Changing any of it changes the arithmetic version that names caches and results.
+// Arithmetic, version 1, the same bits on every instruction set and for every number of rows, panels and threads. Every
+// fma is rounded to float32 once; every chain runs in ascending k and starts from zero; the bias is added last.
+//   kU8 and symmetric kU4, per block of 32, with zero = 128 or 8:
+//     acc = fma(weight.scale * input.scale, float(sum(level * q) - zero * sum(q)), acc)
+//   kU4 with mins, per block of 32:
+//     acc = fma(weight.scale * input.scale, float(sum(level * q)), acc)
+//     acc = fma(weight.min, input.sum, acc)
+//   kBF16, per pair of k:
+//     acc = fma(w[k + 1], x[k + 1], acc)
+//     acc = fma(w[k], x[k], acc)
+//   kF32: acc = fma(w[k], x[k], acc)
+// The sums of integers are exact and below 2^24, so is their conversion. The order within a pair of bf16 is that of
+// vdpbf16ps (measured on Zen 4), which flushes denormals, as the threads that run kernels do. Changing any of it
+// changes the arithmetic version that names caches and results.
 //
 // A tile is R rows times P panels whose accumulators stay in registers; R and P are speed only. Sixteen columns lie in
 // lanes, so neither rows nor columns are ever summed across lanes.
@@ -27,8 +31,7 @@ namespace octavo {
 namespace OCTAVO_ISA {
 namespace {
 
-// What a tile fetches for the tiles of the next panels: `lines` cache lines for each 64 bytes * (its own lines per
-// step).
+// What a tile fetches for the tiles of the next panels: `lines` cache lines at each of its steps through K.
 struct Prefetch {
   uintptr_t at;  // a number: it may run past the weights
   int64_t lines;
@@ -234,9 +237,8 @@ inline void dot_u8(const uint8_t* levels, const QuantBlock* input, int64_t strid
 
 #endif
 
-// ---- Tiles. Each packing names its lines of weights per step, the most rows of a tile, and how many panels a tile of
-// so many rows takes. Chains of dependent operations must be enough to hide their latency, accumulators and weights few
-// enough for the registers.
+// ---- Tiles. Each packing names its steps through K, their cache lines per panel, and the most rows and panels of a
+// tile. Dependent chains must be enough to hide their latency, accumulators and weights few enough for the registers.
 
 #if defined(OCTAVO_ISA_avx512)
 inline constexpr int kIntegerRows = 5;
@@ -427,6 +429,7 @@ struct F32 {
 
 // ---- All rows of a range of panels.
 
+// std::make_integer_sequence, without the standard library.
 template <int... kIndex>
 struct Sequence {};
 template <int N, int... kIndex>
@@ -460,15 +463,18 @@ void multiply_panels(const LinearArgs& args, int64_t panel_begin, int64_t panel_
   for (int64_t panel = panel_begin; panel < panel_end;) {
     const int64_t width = panel_end - panel >= Weights::kPanels ? Weights::kPanels : 1;
     const Tile* tile_of = width == 1 ? kTiles.narrow : kTiles.wide;
-    // Each tile fetches `share` lines per step, so that together the tiles of these panels fetch the next ones.
+    // Several tiles read the same panels, which stops the stream of weights that the hardware would follow; so each
+    // fetches `share` lines per step, and together they fetch the next panels. A single tile is faster without (kU8: 35
+    // against 22 GB/s on a Zen 4 core).
+    const bool ahead = tiles > 1 && panel + width < panel_end;
     const int64_t step_lines = Weights::kStepLines * width;
     const int64_t share = (step_lines + tiles - 1) / tiles;
     const uintptr_t next = reinterpret_cast<uintptr_t>(args.weight.data + (panel + width) * args.weight.panel_bytes);
     int64_t row = 0;
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t end = rows * (t + 1) / tiles;
-      const bool useful = t * share < step_lines && panel + width < panel_end;
-      tile_of[end - row - 1](args, panel, row, Prefetch{next + t * steps * share * 64, useful ? share : 0});
+      const int64_t lines = ahead && t * share < step_lines ? share : 0;
+      tile_of[end - row - 1](args, panel, row, Prefetch{next + t * steps * share * 64, lines});
       row = end;
     }
     panel += width;
