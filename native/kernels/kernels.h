@@ -1,8 +1,9 @@
-// The kernel table: what the core calls, once per instruction set. Plain data and function pointers only, because this header is
-// seen by code compiled for different instruction sets. Kernels know tiles of work; threads and order are the core's (core/program).
+// The kernel table: what the core calls, once per instruction set. Plain data and function pointers only, because this
+// header is seen by code compiled for different instruction sets. Kernels know tiles of work; threads and order are the
+// core's (core/program).
 //
-// Reproducibility: an output element is computed in one fixed order that depends neither on how many rows or panels a call covers
-// nor on the instruction set. Rows never influence each other.
+// Reproducibility: an output element is computed in one fixed order that depends neither on how many rows or panels a
+// call covers nor on the instruction set. Rows never influence each other.
 #pragma once
 
 #include <stddef.h>
@@ -14,7 +15,8 @@ inline constexpr int kPanel = 16;       // output columns per packed panel: the 
 inline constexpr int kQuantBlock = 32;  // weights or activations that share a scale
 inline constexpr int kKvSplit = 256;    // attention merges partial results at these absolute token boundaries
 
-// Packed weight matrices. N in lanes, K in order; N is padded to a multiple of kPanel with zero columns. Exact places: panels.h.
+// Packed weight matrices. N in lanes, K in order; N is padded to a multiple of kPanel with zero columns. Exact places:
+// panels.h.
 enum class Packing : int32_t {
   kF32 = 0,   // panel: k x 16 float
   kBF16 = 1,  // panel: k/2 x 16 x 2 bf16 (k odd: padded with zero)
@@ -30,9 +32,9 @@ struct PackedMatrix {
   const uint8_t* data;  // ceil(n / 16) panels, 64-byte aligned
 };
 
-// 32 activations in 8 bits: x is about scale * values, scale = absmax / 127, rounded to nearest even. A block whose absmax is below
-// 2^-100 is all zero; one that holds NaN or infinity has scale and sum NaN, so that every product with it is NaN.
-// One stream per row, because a tile of rows then needs one pointer per row.
+// 32 activations in 8 bits: x is about scale * values, scale = absmax / 127, rounded to nearest even. A block whose
+// absmax is below 2^-100 is all zero; one that holds NaN or infinity has scale and sum NaN, so that every product with
+// it is NaN. One stream per row, because a tile of rows then needs one pointer per row.
 struct QuantBlock {
   float scale;
   float sum;       // scale * sum(values), the factor of the weights' min
@@ -40,7 +42,8 @@ struct QuantBlock {
   int8_t values[kQuantBlock];
 };
 
-// Activations prepared for a packing, by `quantize_row` for kU4 and kU8, by `to_bf16_row` for kBF16, as they are for kF32.
+// Activations prepared for a packing, by `quantize_row` for kU4 and kU8, by `to_bf16_row` for kBF16, as they are for
+// kF32.
 struct Activations {
   int64_t rows, k;
   const void* values;  // QuantBlock [rows, k / 32], uint16_t [rows, k] or float [rows, k]
@@ -56,8 +59,9 @@ struct LinearArgs {
 
 enum class KvFormat : int32_t { kF32 = 0, kBF16 = 1 };
 
-// One KV head's block of `block_size` tokens. K: [head_dim / 2][block_size][2], so that 16 tokens lie in lanes; V: [block_size][head_dim].
-// A block holds for each KV head K then V: block stride = kv_heads * 2 * block_size * head_dim elements.
+// One KV head's block of `block_size` tokens. K: [head_dim / 2][block_size][2], so that 16 tokens lie in lanes; V:
+// [block_size][head_dim]. A block holds for each KV head K then V: block stride = kv_heads * 2 * block_size * head_dim
+// elements.
 struct KvCache {
   KvFormat format;
   int32_t block_size;
@@ -68,13 +72,13 @@ struct KvCache {
 
 struct AttendArgs {
   KvCache cache;
-  const float* q;              // [tokens, num_heads * head_dim]
-  float* out;                  // same shape
+  const float* q;  // [tokens, num_heads * head_dim]
+  float* out;      // same shape
   int32_t num_heads;
   float scale;
-  int32_t window;              // 0: full
-  const int32_t* positions;    // [tokens]
-  const int32_t* block_table;  // of the row that these tokens belong to
+  int32_t window;                  // 0: full
+  const int32_t* positions;        // [tokens]
+  const int32_t* block_table;      // of the row that these tokens belong to
   int64_t token_begin, token_end;  // consecutive tokens of one row
   int32_t kv_head;
 };
@@ -109,10 +113,12 @@ struct Kernels {
   void (*attend)(const AttendArgs& args);
 
   // sampling, one row of n logits at a time
-  // group_max [ceil(n / kSampleChunk) * 16]: element 16 c + i is the maximum of chunk c's values at indices i modulo 16.
+  // group_max [ceil(n / kSampleChunk) * 16]: element 16 c + i is the maximum of chunk c's values at indices i
+  // modulo 16.
   void (*scan_row)(const float* x, int64_t n, float* group_max, RowScan* result);
-  // out[i] = e^((x[i] - max) * scale), or nothing when out is null, and their sum: within a chunk in float32, lane by lane and then
-  // by the tree of lanes; over the chunks, ascending, in float64. chunk_sums [ceil(n / kSampleChunk)] or null.
+  // out[i] = e^((x[i] - max) * scale), or nothing when out is null, and their sum: within a chunk in float32, lane by
+  // lane and then by the tree of lanes; over the chunks, ascending, in float64. chunk_sums [ceil(n / kSampleChunk)] or
+  // null.
   double (*exponentials)(const float* x, int64_t n, float max, float scale, float* out, double* chunk_sums);
   // Indices of the values >= threshold, ascending; returns how many.
   int64_t (*collect)(const float* x, int64_t n, float threshold, int32_t* indices);

@@ -1,5 +1,5 @@
-// Declarations of one instruction set's kernels, defined in linear.cpp, elementwise.cpp, attention.cpp and sampling.cpp.
-// Meanings are in kernels.h.
+// Declarations of one instruction set's kernels, defined in linear.cpp, elementwise.cpp, attention.cpp and
+// sampling.cpp. Meanings are in kernels.h.
 #pragma once
 
 #include "kernels/kernels.h"

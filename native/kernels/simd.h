@@ -1,8 +1,8 @@
 // Sixteen float lanes, the unit of all kernel arithmetic, with one implementation per instruction set.
 //
-// Every operation has the same result in every lane in every build: correctly rounded IEEE operations, explicit fma, one fixed
-// reduction tree. A kernel written against F16 therefore gives the same bits everywhere. Denormals count as zero: threads that
-// run kernels set FTZ and DAZ (core/fpu.h), which is what vdpbf16ps does regardless.
+// Every operation has the same result in every lane in every build: correctly rounded IEEE operations, explicit fma,
+// one fixed reduction tree. A kernel written against F16 therefore gives the same bits everywhere. Denormals count as
+// zero: threads that run kernels set FTZ and DAZ (core/fpu.h), which is what vdpbf16ps does regardless.
 #pragma once
 
 #include <math.h>
@@ -13,7 +13,7 @@
 
 #if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512)
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpragmas"  // clang does not know the next
+#pragma GCC diagnostic ignored "-Wpragmas"              // clang does not know the next
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarm about GCC's own intrinsics (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -55,7 +55,9 @@ inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
-inline F16 neg(F16 a) { return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(INT32_MIN)))}; }
+inline F16 neg(F16 a) {
+  return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(INT32_MIN)))};
+}
 // Rounds to the nearest integer, ties to even; |a| below 2^31.
 inline I16 round_int(F16 a) { return {_mm512_cvt_roundps_epi32(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
@@ -106,9 +108,7 @@ inline F16 add(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(
 inline F16 sub(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline F16 mul(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline F16 div(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-inline F16 fma(F16 a, F16 b, F16 c) {
-  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
-}
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 inline F16 abs(F16 a) {
@@ -184,8 +184,8 @@ inline F16 load_f16(const uint16_t* p) {
   for (int i = 0; i < kLanes; ++i) r.v[i] = f16_to_float(p[i]);
   return r;
 }
-#define OCTAVO_LANEWISE(expression)                        \
-  F16 r;                                                   \
+#define OCTAVO_LANEWISE(expression)                       \
+  F16 r;                                                  \
   for (int i = 0; i < kLanes; ++i) r.v[i] = (expression); \
   return r
 inline F16 add(F16 a, F16 b) { OCTAVO_LANEWISE(a.v[i] + b.v[i]); }
@@ -244,8 +244,9 @@ inline float reduce_max(F16 a) {
   return t[0];
 }
 
-// e^x within 2 ulp for x in [-87, 88]; 0 below -87 (also for -inf), values above 88 are clamped to e^88. NaN gives a finite value.
-// Cody-Waite reduction by ln 2 in two parts, degree-6 polynomial (coefficients 1/n! are accurate enough on |r| <= ln2/2).
+// e^x within 2 ulp for x in [-87, 88]; 0 below -87 (also for -inf), values above 88 are clamped to e^88. NaN gives a
+// finite value. Cody-Waite reduction by ln 2 in two parts, degree-6 polynomial (coefficients 1/n! are accurate enough
+// on |r| <= ln2/2).
 inline F16 exp(F16 x) {
   const F16 clamped = min(max(x, splat(-87.0f)), splat(88.0f));
   const I16 n = round_int(mul(clamped, splat(1.44269504088896341f)));

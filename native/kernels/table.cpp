@@ -11,10 +11,19 @@ namespace OCTAVO_ISA {
 const Kernels* kernels() {
   static const Kernels table = {
       OCTAVO_STRING(OCTAVO_ISA),
-      quantize_row, to_bf16_row, linear,
-      rms_norm, add_rows, silu_mul, rope,
-      kv_write, attend,
-      scan_row, exponentials, collect, rank,
+      quantize_row,
+      to_bf16_row,
+      linear,
+      rms_norm,
+      add_rows,
+      silu_mul,
+      rope,
+      kv_write,
+      attend,
+      scan_row,
+      exponentials,
+      collect,
+      rank,
   };
   return &table;
 }
