@@ -8,4 +8,5 @@ NB_MODULE(_native, m) {
   octavo::register_program(m);
   octavo::register_linear(m);
   octavo::register_sampler(m);
+  octavo::register_bench(m);
 }
