@@ -47,10 +47,10 @@ void register_bench(nb::module_& m) {
   m.def(
       "bench_attention",
       [](Pool& pool, const std::string& isa, const KvStore& cache, std::int32_t rows, std::int32_t queries,
-         std::int32_t context, std::int32_t num_heads) {
-        return time_attention(pool, kernels_for(isa), cache, {rows, queries, context, num_heads});
+         std::int32_t context, std::int32_t num_heads, std::int32_t sets) {
+        return time_attention(pool, kernels_for(isa), cache, {rows, queries, context, num_heads, sets});
       },
-      "pool"_a, "isa"_a, "cache"_a, "rows"_a, "queries"_a, "context"_a, "num_heads"_a, Release(),
+      "pool"_a, "isa"_a, "cache"_a, "rows"_a, "queries"_a, "context"_a, "num_heads"_a, "sets"_a, Release(),
       "Mean seconds of one layer's attention.");
   m.def(
       "bench_row_op",

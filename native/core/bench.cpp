@@ -378,8 +378,8 @@ double time_attention(Pool& pool, const Kernels& kernels, const KvStore& cache, 
   require(shape.num_heads >= 1 && shape.num_heads % group.num_kv_heads == 0, "heads must share the KV heads evenly");
   const std::int32_t columns = (shape.context + cache.block_size() - 1) / cache.block_size();
   const std::int64_t set_blocks = static_cast<std::int64_t>(shape.rows) * columns;
-  require(set_blocks <= group.num_blocks, "the cache has too few blocks for these rows");
-  const auto sets = static_cast<std::int32_t>(group.num_blocks / set_blocks);
+  require(shape.sets >= 1 && shape.sets * set_blocks <= group.num_blocks,
+          "the cache has too few blocks for these rows");
 
   std::vector<std::int32_t> blocks(static_cast<std::size_t>(group.num_blocks));
   std::iota(blocks.begin(), blocks.end(), 0);
@@ -395,7 +395,7 @@ double time_attention(Pool& pool, const Kernels& kernels, const KvStore& cache, 
   const std::int32_t row_tiles = (shape.queries + per_tile - 1) / per_tile;
   const KernelFpu fpu;
   const Clock clock;
-  for (std::int32_t set = 0; set < sets; ++set)
+  for (std::int32_t set = 0; set < shape.sets; ++set)
     for (const std::int32_t layer : group.layers)
       pool.parallel_for(shape.rows * row_tiles * group.num_kv_heads, [&](std::int32_t tile) {
         const std::int32_t queries = tile / group.num_kv_heads;
@@ -414,7 +414,7 @@ double time_attention(Pool& pool, const Kernels& kernels, const KvStore& cache, 
         args.kv_head = tile % group.num_kv_heads;
         kernels.attend(args);
       });
-  return clock.seconds() / (static_cast<double>(sets) * static_cast<double>(group.layers.size()));
+  return clock.seconds() / (static_cast<double>(shape.sets) * static_cast<double>(group.layers.size()));
 }
 
 double time_row_op(const Kernels& kernels, const std::string& name, std::int64_t columns, std::int64_t head_dim,

@@ -65,11 +65,11 @@ struct AttentionShape {
   std::int32_t queries;  // tokens of each that attend: 1 in decode
   std::int32_t context;  // tokens that the last of them sees
   std::int32_t num_heads;
+  std::int32_t sets;  // of such sequences, each with blocks of its own
 };
 
-// Mean time of one layer's attention. Goes over all layers, and over as many sets of sequences as the cache has blocks
-// for, so that a large cache is read from memory; blocks are scattered. Throws std::invalid_argument for a shape that
-// does not fit.
+// Mean time of one layer's attention, over all layers of all sets; their blocks are scattered. Throws
+// std::invalid_argument for a shape that does not fit.
 double time_attention(Pool& pool, const Kernels& kernels, const KvStore& cache, const AttentionShape& shape);
 
 // Mean time of a row operation on one row of `columns` elements, on the calling thread, data in cache.

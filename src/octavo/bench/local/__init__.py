@@ -1,0 +1,1 @@
+"""Measurements inside this process: kernels, offline throughput, and models made up for them."""
