@@ -13,12 +13,14 @@ import msgspec
 
 
 class Help(msgspec.Struct, frozen=True):
-    """Annotation of a field: its help text, and how its flag differs from the field's name."""
+    """Annotation of a field: its help text, how its flag differs from the field's name, and bounds of a number (inclusive)."""
 
     text: str
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
     secret: bool = False
+    low: float | None = None
+    high: float | None = None
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +78,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     enable_chunked_prefill: Annotated[bool, Help("split long prompts over several steps beside running decodes")] = True
     max_num_queued_reqs: Annotated[
         int | None,
-        Help("most requests waiting or running; further ones get 429 (n counts n times); default: 16 x max-num-seqs"),
+        Help(
+            "most requests waiting or running; further ones get 429 (n counts n times); default: 16 x max-num-seqs",
+            low=1,
+        ),
     ] = None
 
 
@@ -97,14 +102,16 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
     host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Help("port to listen on; 0 takes a free one")] = 8000
+    port: Annotated[int, Help("port to listen on; 0 takes a free one", low=0, high=65535)] = 8000
     api_key: Annotated[
         tuple[str, ...], Help("key clients must send, or name:key; may be repeated", metavar="KEY", secret=True)
     ] = ()
-    max_body_bytes: Annotated[int, Help("largest request body")] = 8 * 1024 * 1024
-    max_header_bytes: Annotated[int, Help("largest request head: request line and headers")] = 32 * 1024
-    timeout_keep_alive: Annotated[int, Help("seconds an idle connection is kept open")] = 75
-    shutdown_timeout: Annotated[float, Help("seconds that running requests get to finish after SIGTERM")] = 30.0
+    max_body_bytes: Annotated[int, Help("largest request body", low=1)] = 8 * 1024 * 1024
+    max_header_bytes: Annotated[int, Help("largest request head: request line and headers", low=1024)] = 32 * 1024
+    timeout_keep_alive: Annotated[int, Help("seconds an idle connection is kept open", low=0)] = 75
+    shutdown_timeout: Annotated[
+        float, Help("seconds that running requests get to finish after SIGTERM", low=0, high=86400)
+    ] = 30.0
     uvicorn_log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug", "trace"], Help("log level of the HTTP server")
     ] = "info"

@@ -8,9 +8,10 @@ import logging
 import sys
 from typing import Any
 
-from octavo.cli.flags import add_flags, resolve
+from octavo.cli.flags import add_flags, given_flags, resolve
 from octavo.cli.serve import with_model
 from octavo.cli.talk import LocalTalker, RemoteTalker, Talker, show
+from octavo.errors import ConfigError
 
 SECTIONS = ("model", "cache", "backend")
 
@@ -43,11 +44,17 @@ def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def talker_of(arguments: argparse.Namespace) -> Any:
-    """The source of text that the flags ask for."""
+    """The source of text that the flags ask for. Raises ConfigError for flags of the other source."""
     arguments = with_model(arguments)
-    if arguments.url:
+    if arguments.url is not None:
+        if idle := [flag for flag in given_flags(arguments, SECTIONS) if flag != "--model"]:
+            raise ConfigError(
+                f"{idle[0]} is for a model loaded here; with --url the server decides: remove one of them"
+            )
         yield RemoteTalker(arguments.url, arguments.key, getattr(arguments, "model", None))
         return
+    if arguments.key is not None:
+        raise ConfigError("--api-key is for --url; a model loaded here needs none", param="api_key")
     logging.getLogger("octavo").setLevel(logging.WARNING)
     with LocalTalker(resolve(arguments)) as talker:
         yield talker
@@ -67,7 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
         while True:
             try:
                 text = input("> " if sys.stdin.isatty() else "")
-            except EOFError:
+            except (EOFError, KeyboardInterrupt) as end:
+                if sys.stdin.isatty():
+                    print()
+                if isinstance(end, KeyboardInterrupt):
+                    raise
                 return 0
             if not text.strip():
                 continue
@@ -77,16 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(talker: Talker, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
-    pieces = talker.chat(messages, sampling_of(arguments))
-    answer = ""
-    try:
-        answer = show(pieces)
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():
-            raise
-    finally:
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            close()
+    answer = show(talker.chat(messages, sampling_of(arguments)), interruptible=sys.stdin.isatty())
     print()
     return answer

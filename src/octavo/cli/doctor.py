@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo import __version__
 from octavo.config import cpu_count
+from octavo.errors import ConfigError
 
 _CPU_FEATURES = (
     "avx2",
@@ -64,10 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(port: int) -> tuple[dict[str, str], list[str]]:
-    """(facts, problems)."""
+    """(facts, problems). Raises ConfigError for a port that cannot exist."""
     from octavo.loaders.catalogue import CATALOGUE, cache_folder
     from octavo.obs.machine import free_memory_bytes, total_memory_bytes
 
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port is {port}; it must be 0 to 65535", param="port")
     problems: list[str] = []
     facts = {
         "octavo": __version__,
@@ -82,7 +85,9 @@ def examine(port: int) -> tuple[dict[str, str], list[str]]:
 
         facts["native builds"] = " ".join(_native.available_isas())
         facts["build chosen"] = _native.isa()
-    except (ImportError, ValueError, RuntimeError) as error:
+    except ValueError as error:
+        problems.append(f"{error}; unset OCTAVO_ISA to take the fastest")
+    except (ImportError, RuntimeError) as error:
         problems.append(f"the native backend does not load ({error}); reinstall octavo, or use --backend numpy")
     free, total = free_memory_bytes(), total_memory_bytes()
     facts["memory"] = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"

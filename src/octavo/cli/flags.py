@@ -2,7 +2,7 @@
 
 A field `max_num_seqs` is the flag `--max-num-seqs`, the variable `OCTAVO_MAX_NUM_SEQS`, and may stand in a `.env` file. A flag wins over
 the environment, which wins over `.env`, which wins over the default. Names are vLLM's; a vLLM flag that octavo does not have
-is refused by name.
+is refused by name. As with vLLM, `--max_num_seqs` is the same flag.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import math
 import os
+import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +28,8 @@ from octavo.errors import ConfigError
 _log = logging.getLogger("octavo")
 
 _ALIASES = {"VLLM_API_KEY": "api_key", "VLLM_HOST": "host", "VLLM_PORT": "port"}
+_OTHER_VARIABLES = ("OCTAVO_HOME", "OCTAVO_ISA")
+"""Read elsewhere: where models are kept, and the instruction set to use."""
 
 # Flags of `vllm serve` that people may bring along and that octavo does not have (yet).
 _VLLM_FLAGS = frozenset(
@@ -65,6 +70,10 @@ def _fields(sections: Sequence[str]) -> Iterator[_Field]:
 
 def add_flags(parser: argparse.ArgumentParser, sections: Sequence[str], *, without: Sequence[str] = ()) -> None:
     """Adds the flags of some sections of `Config`. Absent flags leave no attribute, so that environment and defaults can follow."""
+    parser.epilog = (
+        f"Each flag of {', '.join(sections)} is also a variable, such as OCTAVO_MAX_NUM_SEQS for --max-num-seqs, in the environment or "
+        "in a file .env of the working folder."
+    )
     for section in sections:
         group = parser.add_argument_group(section)
         for field in _fields([section]):
@@ -73,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[str], *, witho
             options: dict[str, Any] = {
                 "dest": field.name,
                 "default": argparse.SUPPRESS,
-                "help": field.help.text.replace("%", "%%"),
+                "help": _help_text(field).replace("%", "%%"),
             }
             kind = _without_none(field.type)
             if kind is bool:
@@ -86,6 +95,18 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[str], *, witho
             else:
                 options.update(type=kind, metavar=field.help.metavar or {int: "N", float: "X", str: "TEXT"}[kind])
             group.add_argument(field.flag, *field.help.aliases, **options)
+
+
+def given_flags(arguments: argparse.Namespace, sections: Sequence[str]) -> list[str]:
+    """The flags of these sections that the command line holds."""
+    return [field.flag for field in _fields(sections) if hasattr(arguments, field.name)]
+
+
+def _help_text(field: _Field) -> str:
+    default = getattr(getattr(Config(), field.section), field.name)
+    if default is None or default == () or "default" in field.help.text:
+        return field.help.text
+    return f"{field.help.text} (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
 
 
 def _without_none(kind: Any) -> Any:
@@ -104,10 +125,14 @@ def resolve(arguments: argparse.Namespace, environment: Mapping[str, str] | None
     for field in _fields(Config.__struct_fields__):
         if hasattr(arguments, field.name):
             value: Any = getattr(arguments, field.name)
-            given.setdefault(field.section, {})[field.name] = tuple(value) if isinstance(value, list) else value
+            source, value = field.flag, tuple(value) if isinstance(value, list) else value
         elif field.name in variables:
             source, text = variables[field.name]
-            given.setdefault(field.section, {})[field.name] = _parse(field, source, text)
+            value = _parse(field, source, text)
+        else:
+            continue
+        _check(field, source, value)
+        given.setdefault(field.section, {})[field.name] = value
     sections: dict[str, Section] = {}
     for section, values in given.items():
         kind = typing.get_type_hints(Config)[section]
@@ -119,23 +144,37 @@ def resolve(arguments: argparse.Namespace, environment: Mapping[str, str] | None
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Field name -> (variable, text). The environment wins over `.env`, `OCTAVO_` over an alias."""
+    """Field name -> (variable, text). The environment wins over `.env`, `OCTAVO_` over an alias.
+
+    A variable that is nearly one of ours is warned about. It is no error, because others may set what they like.
+    """
     known = {field.name for field in _fields(Config.__struct_fields__)}
     found: dict[str, tuple[str, str]] = {}
     for source in (environment, _dot_env()):
         by_field: dict[str, tuple[str, str]] = {}
-        for variable, text in source.items():
+        ours = {
+            variable: text
+            for variable, text in source.items()
+            if variable in _ALIASES or variable.startswith("OCTAVO_")
+        }
+        for variable in ("VLLM_PORT", "OCTAVO_PORT"):
+            if ours.get(variable, "").startswith("tcp://"):
+                service = variable.partition("_")[0].lower()
+                _log.warning(
+                    "%s=%s looks injected by Kubernetes for a service named %s and is ignored",
+                    variable,
+                    ours.pop(variable),
+                    service,
+                )
+        for variable, text in ours.items():
             if variable in _ALIASES:
-                if variable == "VLLM_PORT" and text.startswith("tcp://"):
-                    _log.warning(
-                        "VLLM_PORT=%s looks injected by Kubernetes for a service named vllm and is ignored", text
-                    )
-                    continue
                 by_field.setdefault(_ALIASES[variable], (variable, text))
-        for variable, text in source.items():
-            name = variable.removeprefix("OCTAVO_").lower()
-            if variable.startswith("OCTAVO_") and name in known:
-                by_field[name] = (variable, text)
+        for variable, text in ours.items():
+            if variable.startswith("OCTAVO_"):
+                if (name := variable.removeprefix("OCTAVO_").lower()) in known:
+                    by_field[name] = (variable, text)
+                elif near := _near(variable, [f"OCTAVO_{name.upper()}" for name in known], besides=_OTHER_VARIABLES):
+                    _log.warning("the variable %s is not known; did you mean %s?", variable, near)
         for name, value in by_field.items():
             found.setdefault(name, value)
     return found
@@ -151,9 +190,8 @@ def _dot_env() -> dict[str, str]:
         name, equals, value = line.strip().removeprefix("export ").partition("=")
         if equals and not name.startswith("#"):
             value = value.strip()
-            if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
-                value = value[1:-1]
-            result[name.strip()] = value
+            quoted = re.fullmatch(r"""(["'])(.*?)\1(?:\s+#.*)?""", value)
+            result[name.strip()] = quoted[2] if quoted else re.split(r"(?:^|\s+)#", value, maxsplit=1)[0]
     return result
 
 
@@ -175,28 +213,69 @@ def _parse(field: _Field, source: str, text: str) -> Any:
             if value not in choices:
                 raise ValueError(f"expected one of {', '.join(map(str, choices))}")
             return value
-        return kind(text)
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                raise ValueError(f"expected a {'whole ' if kind is int else ''}number") from None
+        return text
     except ValueError as error:
         shown = "(secret)" if field.help.secret else repr(text)
         raise ConfigError(f"{source} is {shown}: {error}; see {field.flag}", param=field.name) from None
 
 
+def _check(field: _Field, source: str, value: Any) -> None:
+    """Refuses numbers outside a field's bounds, and empty names. Raises ConfigError."""
+    low, high = field.help.low, field.help.high
+    if low is not None and value is not None and not low <= value <= (math.inf if high is None else high):
+        bounds = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
+        raise ConfigError(f"{source} is {value}; it must be {bounds}", param=field.name)
+    if value == "" or (isinstance(value, tuple) and "" in value):
+        raise ConfigError(f"{source} is empty", param=field.name)
+
+
+def _near(word: str, words: Sequence[str], besides: Sequence[str] = ()) -> str | None:
+    """What was probably meant; None where nothing is near, or the word is right as one of `besides`."""
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
+    return near[0] if near and word not in besides else None
+
+
+def duration(text: str) -> float:
+    """argparse type of times: a finite number that is not negative."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse whose unknown flags are answered by name: a vLLM flag that octavo lacks, or a near miss."""
+    """argparse whose errors are one line, and whose unknown flags are answered by name: a vLLM flag that octavo lacks, or a near
+    miss.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments or exits with status 2 and one line."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses all arguments or exits with status 2 and one line; also called by argparse for the arguments of a verb."""
+        arguments = [_dashed(argument) for argument in (sys.argv[1:] if args is None else args)]
+        parsed, unknown = super().parse_known_args(arguments, namespace)
         if unknown:
             self._refuse(unknown)
-        return parsed
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2 and one line."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((part for part in unknown if part.startswith("-")), unknown[0]).partition("=")[0]
         if flag in _VLLM_FLAGS or "--" + flag.removeprefix("--no-") in _VLLM_FLAGS:
-            self.error(f"{flag} is a flag of vLLM that octavo does not have; remove it")
-        near = difflib.get_close_matches(flag, [field.flag for field in _fields(Config.__struct_fields__)], n=1)
-        self.error(f"unknown argument {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+            self.error(f"{flag} is a flag of vLLM that octavo does not have: remove it")
+        near = _near(flag, list(self._option_string_actions))
+        self.error(f"unknown argument {flag}" + (f" (did you mean {near}?)" if near else ""))
+
+
+def _dashed(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import logging
+import os
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from octavo.cli.flags import Parser
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, InvalidRequestError, OctavoError
 
 VERBS = {
     "serve": "serve a model to OpenAI clients",
@@ -22,8 +26,34 @@ VERBS = {
 }
 
 
+def entry(argv: Sequence[str] | None = None) -> NoReturn:
+    """`main` as a whole process. Whatever a thread is doing then, such as loading a model that Ctrl-C made useless, ends with it."""
+    status = 1
+
+    def end() -> None:
+        # A thread in native code cannot be unwound by a dying interpreter, which aborts instead.
+        if threading.active_count() > 1:
+            logging.shutdown()
+            os._exit(status)
+
+    atexit.register(end)  # first, so that it is called last
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, PTH123 - open until the end
+    try:
+        status = main(argv)
+    except SystemExit as request:  # argparse
+        status = request.code if isinstance(request.code, int) else 1
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # as in `run`, but noticed late; the interpreter must not notice it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = _failed(error) or status
+    sys.exit(status)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status: 0 fine, 1 failed, 2 wrong usage."""
+    """Runs a command line. Returns the exit status: 0 fine, 1 failed, 2 wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     parser = Parser(prog="octavo", description="An LLM inference server that gives the same bits whatever the load.")
@@ -48,12 +78,20 @@ def run(parsed: argparse.Namespace) -> int:
         status: int = parsed.run(parsed)
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, (ConfigError, InvalidRequestError)) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return 0
+    except OSError as error:
+        return _failed(error)
     return status
+
+
+def _failed(error: OSError) -> int:
+    """The exit status after an error of the system. A reader that has seen enough, as in `octavo doctor | head`, is none."""
+    if isinstance(error, BrokenPipeError):
+        return 0
+    print(f"octavo: {error}", file=sys.stderr)
+    return 1
 
 
 def _version() -> str:
@@ -63,4 +101,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from octavo.cli.flags import add_flags, resolve
+from octavo.cli.flags import add_flags, duration, resolve
 from octavo.config import Config
 from octavo.obs.events import EventLog
 
@@ -16,8 +16,8 @@ NO_BENCHMARK = " (MOCK: no model answers here, and its speed is scripted: this i
 def add_parser(subparsers: Any) -> None:
     """Adds the verb."""
     parser = subparsers.add_parser("mock", help="a server without a model, for practising clients", description=__doc__)
-    parser.add_argument("--ttft-ms", type=float, default=0.0, metavar="MS", help="time to the first token")
-    parser.add_argument("--itl-ms", type=float, default=0.0, metavar="MS", help="time between tokens")
+    parser.add_argument("--ttft-ms", type=duration, default=0.0, metavar="MS", help="time to the first token")
+    parser.add_argument("--itl-ms", type=duration, default=0.0, metavar="MS", help="time between tokens")
     add_flags(parser, ("scheduler", "server"))
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", default=("mock",), help="names of the pretended model"

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.loaders import catalogue
 
     if arguments.list == (arguments.name is not None):
-        raise ConfigError("octavo pull takes either a NAME or --list")
+        raise ConfigError("give either a NAME or --list")
     if arguments.list:
         for entry in catalogue.CATALOGUE.values():
             print(f"{entry.name:<16} {entry.size / 2**20:>7.0f} MiB  {entry.licence:<12} {entry.description}")

@@ -7,7 +7,7 @@ import http.client
 import json
 import sys
 import urllib.parse
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -90,10 +90,14 @@ class RemoteTalker:
     """Talks to a running server, octavo's or another with OpenAI's API."""
 
     def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = None
+        if host is None or parts.scheme not in ("http", "https"):
             raise ConfigError(f"--url is {url!r}; expected http://HOST:PORT", param="url")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._secure, self._host, self._port = parts.scheme == "https", host, port
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -131,6 +135,10 @@ class RemoteTalker:
             raise ModelUnavailableError(
                 f"the server does not answer: {error}; is it running, and is --url right?"
             ) from None
+        except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            raise ModelUnavailableError(
+                f"what answers is no OpenAI server, or broke off: {error!r}; is --url right?"
+            ) from None
         finally:
             connection.close()
 
@@ -149,11 +157,21 @@ class RemoteTalker:
         return reply
 
 
-def show(pieces: Iterator[str]) -> str:
-    """Writes pieces to stdout as they come and returns them joined."""
+def show(pieces: Iterator[str], *, interruptible: bool = False) -> str:
+    """Writes pieces to stdout as they come and returns them joined. Closes the iterator however it ends.
+
+    With `interruptible` Ctrl-C ends the text instead of the program.
+    """
     parts: list[str] = []
-    for piece in pieces:
-        parts.append(piece)
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    try:
+        for piece in pieces:
+            parts.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        if not interruptible:
+            raise
+    finally:
+        if isinstance(pieces, Generator):
+            pieces.close()
     return "".join(parts)

@@ -68,10 +68,36 @@ def test_environment_and_dot_env(empty_folder: Path) -> None:
     assert config(VLLM_API_KEY="old").server.api_key == ("old",)
 
 
-def test_kubernetes_port_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    assert config(VLLM_PORT="tcp://10.0.0.1:8000").server.port == Config().server.port
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [("a # b", "a"), ("'a # b' # c", "a # b"), ('"a"', "a"), ("a#b", "a#b"), ("  a b ", "a b"), ("'a", "'a")],
+)
+def test_values_of_dot_env(empty_folder: Path, line: str, value: str) -> None:
+    (empty_folder / ".env").write_text(f"OCTAVO_MODEL={line}\n")
+    assert config().model.model == value
+
+
+@pytest.mark.parametrize("service", ["VLLM", "OCTAVO"])
+def test_kubernetes_port_is_ignored(service: str, caplog: pytest.LogCaptureFixture) -> None:
+    injected = {f"{service}_PORT": "tcp://10.0.0.1:8000", f"{service}_SERVICE_HOST": "10.0.0.1"}
+    assert config(**injected) == Config()
     assert "Kubernetes" in caplog.text
-    assert config(VLLM_PORT="8123").server.port == 8123
+    assert len(caplog.records) == 1
+    assert config(**{f"{service}_PORT": "8123"}).server.port == 8123
+
+
+def test_misspelt_variables_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    config(OCTAVO_HOME="x", OCTAVO_ISA="avx2", OCTAVO_BUILD="7")
+    assert not caplog.records
+    config(OCTAVO_MAX_MODL_LEN="7")
+    assert "OCTAVO_MAX_MODEL_LEN" in caplog.text
+
+
+def test_underscores_are_dashes() -> None:
+    assert (
+        config("--max_model_len=7", "--served_model_name", "a_b").model
+        == config("--max-model-len", "7", "--served-model-name", "a_b").model
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +133,43 @@ def test_unknown_flags_are_refused_by_name(flag: str, message: str, capsys: pyte
     assert message in error
 
 
-@pytest.mark.parametrize("arguments", [["--block-size", "12"], ["--dtype", "int4"], ["--port", "http"]])
-def test_bad_values_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize("arguments", [["--block-size", "12"], ["--dtype", "int4"], ["--port", "http"], ["--port"]])
+def test_bad_values_are_refused_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
         config(*arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert arguments[0] in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--port", "65536"),
+        ("--port", "-1"),
+        ("--max-body-bytes", "0"),
+        ("--max-header-bytes", "-1"),
+        ("--timeout-keep-alive", "-1"),
+        ("--shutdown-timeout", "nan"),
+        ("--shutdown-timeout", "-0.5"),
+        ("--max-num-queued-reqs", "0"),
+        ("--served-model-name", ""),
+    ],
+)
+def test_bounds(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        config(flag, value)
+    variable = "OCTAVO_" + flag[2:].upper().replace("-", "_")
+    if value:
+        with pytest.raises(ConfigError, match=variable):
+            config(**{variable: value})
+
+
+def test_help_tells_defaults_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        config("--help")
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 8000)" in text
+    assert "OCTAVO_MAX_NUM_SEQS" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from octavo.cli.main import main
+from octavo.cli.main import entry
 
 if __name__ == "__main__":
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    entry(["serve", *sys.argv[1:]])
