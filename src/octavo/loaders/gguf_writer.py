@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.loaders.gguf import ARRAY, BOOL, DEFAULT_ALIGNMENT, GGML_TYPES, MAGIC, SCALARS, STRING
-from octavo.quant import RawTensor
+from octavo.quant import Format, RawTensor
 
 _TYPE_IDS = {name.lower(): type_id for type_id, (name, _, _) in GGML_TYPES.items()}
 _NUMPY_TYPES = {np.dtype(layout.format): type_id for type_id, layout in SCALARS.items() if type_id != BOOL}
 _U32, _I32, _F32, _U64, _I64 = 4, 5, 6, 10, 11
+
+
+class TensorShape(NamedTuple):
+    """A tensor to be written, without its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its data."""
+        return self.format.num_bytes(math.prod(self.shape))
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[RawTensor]) -> None:
@@ -23,6 +37,19 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[RawTen
 
     Values are str, bool, int (uint32 where it fits, else int32, uint64, int64), float (float32), numpy scalars (their
     own type), numpy arrays, or non-empty sequences of one of these kinds. Shapes are C order and are stored reversed.
+    """
+    shapes = [TensorShape(tensor.name, tensor.shape, tensor.format) for tensor in tensors]
+    stream_gguf(path, metadata, shapes, lambda index: [np.ascontiguousarray(tensors[index].data)])
+
+
+def stream_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Sequence[TensorShape],
+    chunks: Callable[[int], Iterable[npt.NDArray[np.uint8]]],
+) -> None:
+    """The same, one chunk at a time: `chunks(i)` gives the bytes of tensor i, in order. Raises ValueError when they are too few or
+    too many.
     """
     alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
     with path.open("wb") as file:
@@ -34,10 +61,12 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[RawTen
             dimensions = tensor.shape[::-1]
             file.write(_string(tensor.name) + struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions))
             file.write(struct.pack("<IQ", _TYPE_IDS[tensor.format], offset))
-            offset += -(-tensor.format.num_bytes(math.prod(tensor.shape)) // alignment) * alignment
+            offset += -(-tensor.num_bytes // alignment) * alignment
         _pad(file, alignment)
-        for tensor in tensors:
-            file.write(np.ascontiguousarray(tensor.data).data)
+        for index, tensor in enumerate(tensors):
+            written = sum(file.write(chunk.data) for chunk in chunks(index))
+            if written != tensor.num_bytes:
+                raise ValueError(f"tensor {tensor.name} has {tensor.num_bytes} bytes, but {written} were given")
             _pad(file, alignment)
 
 
