@@ -33,6 +33,8 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _NORMAL, _CONTROL = 1, 3
+_ARRAY_TYPES = {"tokenizer.ggml.token_type": np.int32, "tokenizer.ggml.scores": np.float32}
+"""The types that llama.cpp insists on."""
 _SPACE = "Ġ"
 
 Progress = Callable[[int, int], None]
@@ -129,6 +131,9 @@ def _describe(shape: Shape, form: Format, like: str | None) -> tuple[dict[str, A
         "llama.rope.dimension_count": sizes["head_dim"],
         "llama.vocab_size": sizes["vocab"],
     }
+    for key, kind in _ARRAY_TYPES.items():
+        if key in tokenizer:
+            tokenizer[key] = np.array(tokenizer[key], kind)
     return facts | tokenizer, _spec(sizes, eps)
 
 
