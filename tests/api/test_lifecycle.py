@@ -254,7 +254,7 @@ def test_port_in_use_is_said(server: Live) -> None:
     import sys
 
     done = subprocess.run(
-        [sys.executable, "-m", "octavo.cli.main", "serve", "--port", str(server.port)],
+        [sys.executable, "-m", "octavo", "serve", "--port", str(server.port)],
         capture_output=True,
         text=True,
         timeout=30,

@@ -42,7 +42,7 @@ class Live:
     """`octavo VERB ...` as a child process."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, ready: bool = True) -> None:
-        command = [sys.executable, "-m", "octavo.cli.main", *arguments, "--port", "0"]
+        command = [sys.executable, "-m", "octavo", *arguments, "--port", "0"]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
         )

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import importlib
 import logging
-import os
 import sys
-import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
 from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, InvalidRequestError, OctavoError
@@ -24,32 +20,6 @@ VERBS = {
     "doctor": "show what this machine offers and what octavo makes of it",
     "mock": "a server without a model, for practising clients",
 }
-
-
-def entry(argv: Sequence[str] | None = None) -> NoReturn:
-    """`main` as a whole process. Whatever a thread is doing then, such as loading a model that Ctrl-C made useless, ends with it."""
-    status = 1
-
-    def end() -> None:
-        # A thread in native code cannot be unwound by a dying interpreter, which aborts instead.
-        if threading.active_count() > 1:
-            logging.shutdown()
-            os._exit(status)
-
-    atexit.register(end)  # first, so that it is called last
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, PTH123 - open until the end
-    try:
-        status = main(argv)
-    except SystemExit as request:  # argparse
-        status = request.code if isinstance(request.code, int) else 1
-    try:
-        sys.stdout.flush()
-    except OSError as error:  # as in `run`, but noticed late; the interpreter must not notice it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        status = _failed(error) or status
-    sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,14 +49,12 @@ def run(parsed: argparse.Namespace) -> int:
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, InvalidRequestError)) else 1
-    except KeyboardInterrupt:
-        return 130
     except OSError as error:
-        return _failed(error)
+        return failed(error)
     return status
 
 
-def _failed(error: OSError) -> int:
+def failed(error: OSError) -> int:
     """The exit status after an error of the system. A reader that has seen enough, as in `octavo doctor | head`, is none."""
     if isinstance(error, BrokenPipeError):
         return 0
@@ -101,4 +69,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    entry()
+    sys.exit(main())

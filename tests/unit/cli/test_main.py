@@ -87,7 +87,8 @@ def test_a_full_disk_is_one_line() -> None:
 
 
 _STUCK = """
-import sys, threading, time
+import threading
+from octavo.__main__ import entry
 from octavo.cli import main
 
 def run(argv):
@@ -101,7 +102,7 @@ def run(argv):
     return 3
 
 main.main = run
-main.entry()
+entry()
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from octavo.cli.main import entry
+from octavo.__main__ import entry
 
 if __name__ == "__main__":
     entry(["serve", *sys.argv[1:]])
