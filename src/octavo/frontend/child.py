@@ -35,7 +35,7 @@ PROGRESS_INTERVAL_S = 0.05
 
 def main(fd: int) -> int:
     """Loads, serves until told to shut down, and returns the exit status."""
-    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the parent decides what they mean for us.
+    # A service manager may signal all processes of a service; the parent decides what that means for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd), to_child_decoder())

@@ -190,6 +190,7 @@ class ChildLink:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=environment,
+                process_group=0,  # a terminal's Ctrl-C is for us; the child may not even have got to ignore it
             )
         self._channel = Channel(ours, from_child_decoder())
         self._outgoing.put(configure)
