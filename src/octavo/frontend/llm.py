@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig
-from octavo.contracts import Add, Cancel, EngineOutput, ResetPrefixCache
+from octavo.contracts import Add, Cancel, EngineOutput, RequestId, RequestTimes, ResetPrefixCache
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, OctavoError
 from octavo.frontend.link import WATCH_INTERVAL_S, Hooks, Watch
 from octavo.frontend.outputs import CompletionOutput, Delta, Logprob, LogprobEntry, RequestOutput
@@ -194,7 +194,7 @@ class LLM:
                 self._link.send(Add(one.requests))
             watch = Watch()
             while batch.num_unfinished and batch.error is None:
-                self._receive(watch)
+                self._receive(watch, batch)
             if batch.error is not None:
                 raise batch.error
             return [answer.output() for answer in batch.answers]
@@ -206,7 +206,7 @@ class LLM:
         finally:
             batch.close()
 
-    def _receive(self, watch: Watch) -> None:
+    def _receive(self, watch: Watch, batch: _Batch) -> None:
         """Handles one output, or finds out that none will come."""
         try:
             # A child can stop without a word, which only waiting in rounds finds out; a thread cannot.
@@ -222,7 +222,8 @@ class LLM:
             self._streams.fail_all(EngineDeadError(f"the engine died: {received}"))
             return
         self._num_outputs += 1
-        _, cancels = self._streams.dispatch(received)
+        stats, cancels = self._streams.dispatch(received)
+        batch.times.update((times.request_id, times) for times in stats.finished)
         if cancels:
             self._link.send(Cancel(cancels))
 
@@ -261,6 +262,7 @@ class _Answer:
             outputs=[_completion(choice) for choice in choices],
             finished=True,
             num_cached_tokens=choices[0].num_cached_tokens,
+            metrics=self._batch.times.get(self._prepared.requests[0].request_id),
         )
 
 
@@ -271,6 +273,7 @@ class _Batch:
         self.answers = [_Answer(one, self) for one in prepared]
         self.num_unfinished = len(self.answers)
         self.num_generated_tokens = 0
+        self.times: dict[RequestId, RequestTimes] = {}
         self.error: OctavoError | None = None
         self._num_prompt_tokens = 0
         self._bar: Any = None

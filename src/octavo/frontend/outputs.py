@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.contracts import FinishReason
+from octavo.contracts import FinishReason, RequestTimes
 from octavo.errors import OctavoError
 
 
@@ -41,7 +41,7 @@ class RequestOutput:
     """A prompt and its choices. `prompt` is None when the prompt was given as token ids.
 
     `prompt_logprobs` has one entry per prompt token, the first None. `num_cached_tokens` counts prompt tokens whose
-    KV was reused.
+    KV was reused. `metrics` tells when the engine began and ended the first choice, None when a stop string ended it.
     """
 
     request_id: str
@@ -51,6 +51,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    metrics: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
