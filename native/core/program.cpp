@@ -17,6 +17,8 @@ constexpr std::int64_t kMostRowsPerTile = 16;  // so that what one instruction w
 constexpr std::int64_t kPanelTilesPerThread = 8;
 // Tokens times heads of one KV head that attend together: a multiple of the kernels' tiles.
 constexpr std::int32_t kQueryRows = 48;
+// With fewer query tiles per thread the splits of the context become tiles too.
+constexpr std::int32_t kQueryTilesPerThread = 4;
 // A larger buffer of logits is given back when it is no longer needed.
 constexpr std::size_t kKeptLogitsBytes = std::size_t{32} << 20;
 constexpr std::int64_t kMostColumns = std::int64_t{1} << 30;
@@ -461,18 +463,72 @@ void Program::run_panel_phase(Pool& pool, const Step& step, const Phase& phase) 
   });
 }
 
+AttendArgs Program::attend_args(const Step& step, const Instruction& instruction, const QueryTile& queries,
+                                std::int32_t kv_head) const {
+  const Batch::Table& table = step.batch.tables[cache_->group_of(instruction.index)];
+  return {cache_->cache(instruction.index),
+          row(step, instruction.in[0], 0),
+          row(step, instruction.out, 0),
+          instruction.num_heads,
+          instruction.scalar,
+          instruction.window,
+          step.batch.positions.data(),
+          table.blocks + queries.row * table.columns,
+          queries.begin,
+          queries.end,
+          kv_head};
+}
+
 void Program::run_attention(Pool& pool, const Step& step, const Instruction& instruction) {
   const std::int32_t heads_per_kv = instruction.num_heads / instruction.num_kv_heads;
   cut_queries(step.batch, std::max(1, kQueryRows / heads_per_kv));
-  const Batch::Table& table = step.batch.tables[cache_->group_of(instruction.index)];
   const auto tiles = static_cast<std::int32_t>(query_tiles_.size()) * instruction.num_kv_heads;
+  if (pool.threads() > 1 && tiles < kQueryTilesPerThread * pool.threads() &&
+      step.batch.positions[query_tiles_.front().end - 1] >= kKvSplit)
+    return run_split_attention(pool, step, instruction);
   pool.parallel_for(tiles, [&](std::int32_t tile) {
-    const QueryTile& queries = query_tiles_[tile / instruction.num_kv_heads];
-    kernels_.attend({cache_->cache(instruction.index), row(step, instruction.in[0], 0), row(step, instruction.out, 0),
-                     instruction.num_heads, instruction.scalar, instruction.window, step.batch.positions.data(),
-                     table.blocks + queries.row * table.columns, queries.begin, queries.end,
-                     tile % instruction.num_kv_heads});
+    kernels_.attend(
+        attend_args(step, instruction, query_tiles_[tile / instruction.num_kv_heads], tile % instruction.num_kv_heads));
   });
+}
+
+// The same arithmetic with every split of the context computed by itself; the caller merges them.
+void Program::run_split_attention(Pool& pool, const Step& step, const Instruction& instruction) {
+  const std::int32_t kv_heads = instruction.num_kv_heads, heads_per_kv = instruction.num_heads / kv_heads;
+  const std::int64_t size = attend_partial_size(instruction.head_dim);
+  const auto rows_of = [&](const QueryTile& queries) { return (queries.end - queries.begin) * heads_per_kv; };
+  split_tiles_.clear();
+  std::int64_t floats = 0;
+  for (std::size_t t = 0; t < query_tiles_.size(); ++t) {
+    const QueryTile& queries = query_tiles_[t];
+    const std::int32_t first = step.batch.positions[queries.begin], last = step.batch.positions[queries.end - 1];
+    const std::int32_t seen_from = instruction.window > 0 ? std::max(0, first - instruction.window + 1) : 0;
+    for (std::int32_t split = seen_from / kKvSplit * kKvSplit; split <= last; split += kKvSplit) {
+      split_tiles_.push_back({static_cast<std::int32_t>(t), split, floats});
+      floats += kv_heads * rows_of(queries) * size;
+    }
+  }
+  if (partials_.size() < static_cast<std::size_t>(floats)) partials_.resize(static_cast<std::size_t>(floats));
+  pool.parallel_for(static_cast<std::int32_t>(split_tiles_.size()) * kv_heads, [&](std::int32_t index) {
+    const SplitTile& part = split_tiles_[index / kv_heads];
+    const QueryTile& queries = query_tiles_[part.tile];
+    AttendArgs args = attend_args(step, instruction, queries, index % kv_heads);
+    args.split = part.split;
+    args.partials = partials_.data() + part.partials + index % kv_heads * rows_of(queries) * size;
+    kernels_.attend(args);
+  });
+  for (std::size_t first = 0, last = 0; first < split_tiles_.size(); first = last) {
+    while (last < split_tiles_.size() && split_tiles_[last].tile == split_tiles_[first].tile) ++last;
+    const QueryTile& queries = query_tiles_[split_tiles_[first].tile];
+    const std::int32_t rows = rows_of(queries);
+    for (std::int32_t i = 0; i < kv_heads * rows; ++i) {
+      const std::int32_t kv_head = i / rows, token = queries.begin + i % rows / heads_per_kv;
+      const std::int32_t head = kv_head * heads_per_kv + i % heads_per_kv;
+      kernels_.merge_splits(partials_.data() + split_tiles_[first].partials + i * size,
+                            static_cast<std::int64_t>(last - first), kv_heads * rows * size, instruction.head_dim,
+                            row(step, instruction.out, token) + head * instruction.head_dim);
+    }
+  }
 }
 
 void Program::run_row(const Step& step, const Instruction& instruction, std::int64_t index) const {

@@ -151,6 +151,13 @@ class Program {
     std::int32_t row, begin, end;
   };
 
+  // One split of the context of a query tile, where there are too few tiles for all threads.
+  struct SplitTile {
+    std::int32_t tile, split;
+    std::int64_t
+        partials;  // where its partial results begin in partials_: [kv_heads][tokens * heads per KV head][size]
+  };
+
   // What a step computes once: sizes, addresses and the row of each token.
   struct Step {
     const Batch& batch;
@@ -179,6 +186,9 @@ class Program {
   void run_row_phase(Pool& pool, const Step& step, const Phase& phase);
   void run_panel_phase(Pool& pool, const Step& step, const Phase& phase);
   void run_attention(Pool& pool, const Step& step, const Instruction& instruction);
+  void run_split_attention(Pool& pool, const Step& step, const Instruction& instruction);
+  AttendArgs attend_args(const Step& step, const Instruction& instruction, const QueryTile& queries,
+                         std::int32_t kv_head) const;
   void run_row(const Step& step, const Instruction& instruction, std::int64_t index) const;
 
   const Kernels& kernels_;
@@ -197,6 +207,8 @@ class Program {
   std::vector<std::int32_t> row_of_token_;
   std::vector<QueryTile> query_tiles_;
   std::int32_t query_tile_tokens_ = 0;
+  std::vector<SplitTile> split_tiles_;
+  std::vector<float> partials_;
 };
 
 }  // namespace octavo

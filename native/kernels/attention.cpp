@@ -2,13 +2,16 @@
 //
 // The arithmetic of one query row, which is all that decides its bits:
 //  - positions are cut into splits at absolute multiples of kKvSplit and into groups at multiples of 16;
-//  - a score is scale * (sum over even head dimensions + sum over odd ones), each an fma chain in ascending order;
-//  - within a split: the maximum, e^(score - maximum), their sum lane by lane over the groups and then by the tree of
-//  lanes, and
-//    the weighted sum of V, an fma chain over ascending positions;
+//  - a score is scale * log2(e) * (q k). In float32, q k is the sum over even head dimensions plus that over odd ones,
+//    each an fma chain in ascending order. With 8-bit K, q is rounded to 16-bit integers in steps of absmax / 32767,
+//    the sum is exact, and the scale of the token's K is multiplied last;
+//  - within a split: the maximum, the weights 2^(score - maximum), and their sum lane by lane over the groups and then
+//    by the tree of lanes;
+//  - the weighted sum of V of a split is an fma chain over ascending positions. With 8-bit V, weights times the scales
+//    of V are rounded to 16-bit integers in steps of their maximum / 32767, and the sum is exact;
 //  - splits are merged in ascending order, as if each had been computed elsewhere; then one division.
 // Rows computed together share loads and nothing else. K, V and the block table outside a row's visible positions are
-// not read into its result: scores there are replaced by -inf, and V is skipped.
+// not read into its result: scores there are replaced by -inf, and V is skipped or multiplied by an integer zero.
 #include "kernels/kernels.h"
 #include "kernels/ops.h"
 #include "kernels/pairs.h"
@@ -26,57 +29,130 @@ inline constexpr int kTileVectors = 4;
 inline constexpr int kTileRows = 3;
 inline constexpr int kTileVectors = 2;
 #endif
-inline constexpr int64_t kMostRows = 64;  // rows whose state is kept at once
+inline constexpr int64_t kMostRows = 64;      // rows whose state is kept at once
+inline constexpr int64_t kMostHeadDim = 256;  // see core/kv_store.h
+inline constexpr float kLog2e = 1.44269504088896341f;
+inline constexpr float kMostWord = 32767.0f;
+inline constexpr float kMostByte = 127.0f;
+inline constexpr float kSmallest = 0x1p-100f;  // below it steps and their inverses would leave the normal range
 
 // One query row: a token and one of the heads that read this KV head. It sees positions begin..end-1.
 struct Row {
   const float* q;
-  float* out;  // the weighted sum so far; divided by `sum` at the end
+  const int16_t* words;  // q as integers, where the cache is 8-bit
+  float factor;          // from q k to score
+  float* out;            // the weighted sum so far
   int64_t begin, end;
   float max, sum;
   bool started;
 };
 
-inline void set_element(float* p, float x) { *p = x; }
-inline void set_element(uint16_t* p, float x) { *p = float_to_bf16(x); }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 inline F16 load_values(const float* p) { return load(p); }
 inline F16 load_values(const uint16_t* p) { return load_bf16(p); }
+
+// 16 floats of two places.
+inline F16 load_halves(const float* lo, const float* hi) {
+  float t[kLanes];
+  memcpy(t, lo, sizeof(float) * 8);
+  memcpy(t + 8, hi, sizeof(float) * 8);
+  return load(t);
+}
+
+template <class T>
+inline constexpr KvFormat kFormat = KvFormat::kF32;
+template <>
+inline constexpr KvFormat kFormat<uint16_t> = KvFormat::kBF16;
+template <>
+inline constexpr KvFormat kFormat<int8_t> = KvFormat::kI8;
 
 // Addresses in one KV head's part of a layer's cache.
 template <class T>
 struct Head {
-  const T* data;
+  const char* data;
   const int32_t* table;
-  int64_t block_stride, half_stride, head_dim;
+  int64_t head_bytes, block_bytes, half, head_dim;
   int block_shift;
 
-  Head(const AttendArgs& a)
+  explicit Head(const AttendArgs& a)
       : table(a.block_table),
-        half_stride(static_cast<int64_t>(a.cache.block_size) * a.cache.head_dim),
+        head_bytes(kv_head_bytes(kFormat<T>, a.cache.block_size, a.cache.head_dim)),
+        block_bytes(head_bytes * a.cache.num_kv_heads),
+        half(static_cast<int64_t>(a.cache.block_size) * a.cache.head_dim),
         head_dim(a.cache.head_dim),
         block_shift(__builtin_ctz(static_cast<unsigned>(a.cache.block_size))) {
-    block_stride = a.cache.num_kv_heads * 2 * half_stride;
-    data = static_cast<const T*>(a.cache.data) + a.kv_head * 2 * half_stride;
+    data = static_cast<const char*>(a.cache.data) + a.kv_head * head_bytes;
   }
-  int64_t offset(int64_t position) const { return position & ((int64_t{1} << block_shift) - 1); }
+  int64_t block_size() const { return int64_t{1} << block_shift; }
+  int64_t offset(int64_t position) const { return position & (block_size() - 1); }
+  const T* block(int64_t position) const {
+    return reinterpret_cast<const T*>(data + table[position >> block_shift] * block_bytes);
+  }
   // K of the positions from `position` on, within their block: [head_dim / 2][block_size][2].
-  const T* k(int64_t position) const {
-    return data + table[position >> block_shift] * block_stride + 2 * offset(position);
-  }
-  const T* v(int64_t position) const {
-    return data + table[position >> block_shift] * block_stride + half_stride + offset(position) * head_dim;
+  const T* k(int64_t position) const { return block(position) + 2 * offset(position); }
+  // V: one position, or with 8 bits a pair of which `position` is the first.
+  const T* v(int64_t position) const { return block(position) + half + offset(position) * head_dim; }
+  // Scales of K and of V.
+  const float* scales(int64_t position, int which) const {
+    return reinterpret_cast<const float*>(block(position) + 2 * half) + which * block_size() + offset(position);
   }
 };
 
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+// Fetches K and V into the second level cache in the order in which they will be read, which block tables hide from the
+// hardware: `kLead` bytes ahead at first, then one line after the other between other work.
+class Ahead {
+ public:
+  static constexpr int64_t kLine = 64;
+  static constexpr int64_t kLead = 8192;
+
+  Ahead() = default;  // fetches nothing: one address again and again
+  template <class T>
+  Ahead(const Head<T>& head, int64_t begin, int64_t end)
+      : data_(head.data),
+        next_(head.table + (begin >> head.block_shift)),
+        last_(head.table + ((end - 1) >> head.block_shift)),
+        head_bytes_(head.head_bytes),
+        block_bytes_(head.block_bytes),
+        line_(kLine) {
+    advance();
+    for (int64_t fetched = 0; fetched < kLead; fetched += 4 * kLine) step<4>();
+  }
+
+  template <int kLines>
+  void step() {
+    if (left_ <= 0) advance();
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(at_ + i * line_, 0, 2);
+    at_ += kLines * line_;
+    left_ -= kLines * kLine;
+  }
+
+ private:
+  void advance() {
+    left_ = head_bytes_;
+    if (next_ == last_) {
+      line_ = 0;
+      left_ = INT64_MAX;
+    }
+    at_ = data_ + *next_ * block_bytes_;
+    if (next_ != last_) ++next_;
+  }
+
+  static constexpr int32_t kNone = 0;
+  const char* data_ = reinterpret_cast<const char*>(&kNone);
+  const int32_t *next_ = &kNone, *last_ = &kNone;
+  int64_t head_bytes_ = 0, block_bytes_ = 0, line_ = 0;
+  const char* at_ = data_;
+  int64_t left_ = INT64_MAX;
+};
 
 // Scores of R rows against the 16 positions whose K lies at lo (8) and hi (8); `step` elements from one dimension pair
-// to the next. Meanwhile fetches what is read next: the K at next_k, with the same step, and the 16 rows of V at
-// next_v. Block tables jump, and the hardware cannot guess where.
+// to the next.
 template <int R, bool kTogether, class T>
-inline void score_group(const Row* rows, const T* lo, const T* hi, const T* next_k, const T* next_v, int64_t step,
-                        int64_t pairs, F16 scale, F16* scores) {
+inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step, int64_t pairs, Ahead& ahead,
+                        F16* scores) {
   F16 even[R], odd[R];
   const float* q[R];
   for (int r = 0; r < R; ++r) {
@@ -91,147 +167,313 @@ inline void score_group(const Row* rows, const T* lo, const T* hi, const T* next
       k = load_pairs(lo, hi);
     lo += step;
     hi += step;
-    __builtin_prefetch(next_k + i * step);
-    __builtin_prefetch(next_v + i * 2 * kLanes, 0, 2);
+    ahead.step<sizeof(T)>();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       even[r] = fma(splat(q[r][2 * i]), k.first, even[r]);
       odd[r] = fma(splat(q[r][2 * i + 1]), k.second, odd[r]);
     }
   }
-  for (int r = 0; r < R; ++r) scores[r] = mul(add(even[r], odd[r]), scale);
+  for (int r = 0; r < R; ++r) scores[r] = mul(add(even[r], odd[r]), splat(rows[r].factor));
 }
 
-// out = (old sums scaled by `keep`) + (sums of this split scaled by `take`), for D vectors of V and R rows; plainly the
-// sums of this split for rows that start here.
+template <int R, bool kTogether>
+inline void score_group(const Row* rows, const int8_t* lo, const int8_t* hi, int64_t step, int64_t pairs, Ahead& ahead,
+                        F16* scores) {
+  I16 even[R], odd[R];
+  const int16_t* q[R];
+  for (int r = 0; r < R; ++r) {
+    even[r] = odd[r] = zero_int();
+    q[r] = rows[r].words;
+  }
+  for (int64_t i = 0; i < pairs; i += 2) {
+    I16 k, l;
+    if constexpr (kTogether)
+      k = load_words(lo), l = load_words(lo + step);
+    else
+      k = load_words(lo, hi), l = load_words(lo + step, hi + step);
+    lo += 2 * step;
+    hi += 2 * step;
+    ahead.step<2>();
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      even[r] = dot_words(even[r], splat_words(q[r] + 2 * i), k);
+      odd[r] = dot_words(odd[r], splat_words(q[r] + 2 * i + 2), l);
+    }
+  }
+  for (int r = 0; r < R; ++r) scores[r] = mul(to_float(add(even[r], odd[r])), splat(rows[r].factor));
+}
+
+// out = (old sums scaled by `keep`) + (sums of this split scaled by `take`); plainly the sums of this split for a row
+// that starts here.
+inline F16 merged(bool started, F16 old, float keep, F16 sums, float take) {
+  return started ? fma(old, splat(keep), mul(sums, splat(take))) : sums;
+}
+
+// What a row's weights become for the sums over V: floats as they are, or words and their step.
+template <class T, int R>
+struct Weights {
+  alignas(64) float of[R][kKvSplit];
+};
+template <int R>
+struct Weights<int8_t, R> {
+  alignas(64) float of[R][kKvSplit];
+  alignas(64) int16_t words[R][kKvSplit];
+  float step[R];
+};
+
+// The sums over V of D vectors and R rows, for one split.
 template <int R, int D, class T>
 inline void add_values(const Head<T>& head, Row* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
-                       const float (*weights)[kKvSplit], const float* keep, const float* take) {
+                       const Weights<T, R>& weights, const float* keep, const float* take) {
+  constexpr bool kInPairs = sizeof(T) == 2 && D >= 2;  // then vectors 2i and 2i + 1 are even and odd columns of 32
   F16 sums[R][D];
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (int d = 0; d < D; ++d) sums[r][d] = zero();
+  const auto load_row = [&](int64_t j, F16(&v)[D]) {
+    const T* p = head.v(j) + column;
+    if constexpr (kInPairs) {
+#pragma GCC unroll 2
+      for (int d = 0; d < D; d += 2) {
+        const Pairs both = load_pairs(p + d * kLanes);
+        v[d] = both.first;
+        v[d + 1] = both.second;
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int d = 0; d < D; ++d) v[d] = load_values(p + d * kLanes);
+    }
+  };
   // All rows see the middle; at the edges each sees a part. Rows are in ascending order of begin and end.
   int64_t middle_begin = larger(begin, rows[R - 1].begin);
   int64_t middle_end = smaller(end, rows[0].end);
   if (middle_begin >= middle_end) middle_begin = middle_end = end;
   const auto edge = [&](int64_t from, int64_t to) {
     for (int64_t j = from; j < to; ++j) {
-      const T* v = head.v(j) + column;
+      F16 v[D];
+      load_row(j, v);
+#pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         if (j < rows[r].begin || j >= rows[r].end) continue;
-        const F16 w = splat(weights[r][j - split]);
-        for (int d = 0; d < D; ++d) sums[r][d] = fma(w, load_values(v + d * kLanes), sums[r][d]);
+        const F16 w = splat(weights.of[r][j - split]);
+#pragma GCC unroll 4
+        for (int d = 0; d < D; ++d) sums[r][d] = fma(w, v[d], sums[r][d]);
       }
     }
   };
   edge(begin, middle_begin);
   for (int64_t j = middle_begin; j < middle_end; ++j) {
-    const T* p = head.v(j) + column;
     F16 v[D];
-#pragma GCC unroll 4
-    for (int d = 0; d < D; ++d) v[d] = load_values(p + d * kLanes);
+    load_row(j, v);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      const F16 w = splat(weights[r][j - split]);
+      const F16 w = splat(weights.of[r][j - split]);
 #pragma GCC unroll 4
       for (int d = 0; d < D; ++d) sums[r][d] = fma(w, v[d], sums[r][d]);
     }
   }
   edge(middle_end, end);
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
     float* out = rows[r].out + column;
+    if constexpr (kInPairs) {
+#pragma GCC unroll 2
+      for (int d = 0; d < D; d += 2) {
+        const Pairs old = rows[r].started ? load_pairs(out + d * kLanes) : Pairs{zero(), zero()};
+        store_pairs(out + d * kLanes, {merged(rows[r].started, old.first, keep[r], sums[r][d], take[r]),
+                                       merged(rows[r].started, old.second, keep[r], sums[r][d + 1], take[r])});
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int d = 0; d < D; ++d) {
+        const F16 old = rows[r].started ? load(out + d * kLanes) : zero();
+        store(out + d * kLanes, merged(rows[r].started, old, keep[r], sums[r][d], take[r]));
+      }
+    }
+  }
+}
+
+template <int R, int D>
+inline void add_values(const Head<int8_t>& head, Row* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
+                       const Weights<int8_t, R>& weights, const float* keep, const float* take) {
+  I16 sums[R][D];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int d = 0; d < D; ++d) sums[r][d] = zero_int();
+  for (int64_t j = begin & ~int64_t{1}; j < end; j += 2) {
+    const int8_t* p = head.v(j) + 2 * column;
+    I16 v[D];
+#pragma GCC unroll 4
+    for (int d = 0; d < D; ++d) v[d] = load_words(p + 2 * d * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const I16 w = splat_words(weights.words[r] + (j - split));
+#pragma GCC unroll 4
+      for (int d = 0; d < D; ++d) sums[r][d] = dot_words(sums[r][d], w, v[d]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    float* out = rows[r].out + column;
+#pragma GCC unroll 4
     for (int d = 0; d < D; ++d) {
-      F16 sum = sums[r][d];
-      if (rows[r].started) sum = fma(load(out + d * kLanes), splat(keep[r]), mul(sum, splat(take[r])));
-      store(out + d * kLanes, sum);
+      const F16 old = rows[r].started ? load(out + d * kLanes) : zero();
+      const F16 sum = mul(to_float(sums[r][d]), splat(weights.step[r]));
+      store(out + d * kLanes, merged(rows[r].started, old, keep[r], sum, take[r]));
     }
   }
 }
 
 template <int R, class T, int D = kTileVectors>
 inline void add_columns(const Head<T>& head, Row* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
-                        const float (*weights)[kKvSplit], const float* keep, const float* take) {
+                        const Weights<T, R>& weights, const float* keep, const float* take) {
   for (; column + D * kLanes <= head.head_dim; column += D * kLanes)
     add_values<R, D>(head, rows, split, begin, end, column, weights, keep, take);
   if constexpr (D > 1) add_columns<R, T, D / 2>(head, rows, split, begin, end, column, weights, keep, take);
 }
 
-inline float exp_one(float x) {
-  float t[kLanes];
-  store(t, exp(splat(x)));
-  return t[0];
+// The factors of sums so far and of a split's sums, for rows in lanes, and the merged maximum.
+struct Factors {
+  F16 keep, take, max;
+};
+inline Factors merge_factors(F16 old_max, F16 split_max) {
+  const F16 most = max(old_max, split_max);
+  return {exp2_nonpositive(sub(old_max, most)), exp2_nonpositive(sub(split_max, most)), most};
+}
+
+// The words of a row's weights times the scales of V.
+template <int R>
+inline void weigh_scales(const Head<int8_t>& head, Weights<int8_t, R>& weights, int r, int64_t split,
+                         int64_t first_group, int64_t last_group, bool has_lo, bool has_hi) {
+  F16 most_lanes = zero(), total_lanes = zero();
+  for (int64_t group = first_group; group <= last_group; ++group) {
+    const int64_t position = group * kLanes;
+    float* w = weights.of[r] + (position - split);
+    F16 scales;
+    if (head.block_size() >= kLanes) {
+      scales = load(head.scales(position, 1));
+    } else {
+      const bool lo = group > first_group || has_lo, hi = group < last_group || has_hi;
+      scales = load_halves(head.scales(lo ? position : position + 8, 1), head.scales(hi ? position + 8 : position, 1));
+    }
+    // Where the weight is zero there may be no V and no scale.
+    const F16 scaled = where_less(zero(), load(w), mul(load(w), scales), zero());
+    store(w, scaled);
+    most_lanes = max(most_lanes, scaled);
+    total_lanes = add(total_lanes, scaled);
+  }
+  const float most = reduce_max(most_lanes), total = reduce_add(total_lanes);
+  const bool usable = most >= kSmallest && total <= 0x1p120f;
+  weights.step[r] = usable ? most / kMostWord : total * 0.0f;  // NaN where a scale is
+  const F16 inverse = splat(usable ? kMostWord / most : 0.0f);
+  for (int64_t group = first_group; group <= last_group; ++group) {
+    const int64_t at = group * kLanes - split;
+    store_words(weights.words[r] + at, usable ? round_int(mul(load(weights.of[r] + at), inverse)) : zero_int());
+  }
 }
 
 // One split of R rows, each of which sees some of its positions.
 template <int R, class T>
-inline void attend_split(const Head<T>& head, Row* rows, int64_t split, F16 scale) {
+inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead& ahead) {
   const int64_t begin = larger(split, rows[0].begin);
   const int64_t end = smaller(split + kKvSplit, rows[R - 1].end);
   const int64_t first_group = begin / kLanes, last_group = (end - 1) / kLanes;
-  const int64_t block_size = int64_t{1} << head.block_shift;
+  const bool has_lo = begin % kLanes < 8, has_hi = (end - 1) % kLanes >= 8;  // of the first and of the last group
   const F16 hidden = splat(-HUGE_VALF);
-  alignas(64) float weights[R][kKvSplit];
+  Weights<T, R> weights;
 
   F16 max_lanes[R];
   for (int r = 0; r < R; ++r) max_lanes[r] = hidden;
   for (int64_t group = first_group; group <= last_group; ++group) {
     const int64_t position = group * kLanes;
     F16 scores[R];
-    if (block_size >= kLanes) {
+    [[maybe_unused]] F16 scales;
+    if (head.block_size() >= kLanes) {
       const T* k = head.k(position);
-      const T* next = position + kLanes < rows[R - 1].end ? head.k(position + kLanes) : k;
-      score_group<R, true>(rows, k, k + kLanes, next, head.v(position), 2 * block_size, head.head_dim / 2, scale,
-                           scores);
+      score_group<R, true>(rows, k, k + kLanes, 2 * head.block_size(), head.head_dim / 2, ahead, scores);
+      if constexpr (sizeof(T) == 1) scales = load(head.scales(position, 0));
     } else {
       // Two half groups in blocks of eight. A half that nobody sees may have no block: the other stands in, and is
       // masked.
-      const bool has_lo = begin<position + 8, has_hi = end> position + 8;
-      const T* lo = head.k(has_lo ? position : position + 8);
-      const T* hi = has_hi ? head.k(position + 8) : lo;
-      score_group<R, false>(rows, lo, hi, hi, lo, 2 * block_size, head.head_dim / 2, scale, scores);
+      const int64_t lo = group > first_group || has_lo ? position : position + 8;
+      const int64_t hi = group < last_group || has_hi ? position + 8 : position;
+      score_group<R, false>(rows, head.k(lo), head.k(hi), 2 * head.block_size(), head.head_dim / 2, ahead, scores);
+      if constexpr (sizeof(T) == 1) scales = load_halves(head.scales(lo, 0), head.scales(hi, 0));
     }
     for (int r = 0; r < R; ++r) {
+      if constexpr (sizeof(T) == 1) scores[r] = mul(scores[r], scales);
       const int64_t visible_from = rows[r].begin - position, visible_to = rows[r].end - position;
       if (visible_to < kLanes) scores[r] = first_lanes(static_cast<int>(larger(visible_to, 0)), scores[r], hidden);
       if (visible_from > 0) scores[r] = first_lanes(static_cast<int>(smaller(visible_from, kLanes)), hidden, scores[r]);
       max_lanes[r] = max(max_lanes[r], scores[r]);
-      store(weights[r] + (position - split), scores[r]);
+      store(weights.of[r] + (position - split), scores[r]);
     }
   }
 
-  float keep[R], take[R];
+  float old_max[kLanes] = {}, split_max[kLanes] = {}, split_sum[kLanes];
   for (int r = 0; r < R; ++r) {
-    const float split_max = reduce_max(max_lanes[r]);
+    split_max[r] = reduce_max(max_lanes[r]);
+    old_max[r] = rows[r].started ? rows[r].max : split_max[r];
+    const F16 most = splat(split_max[r]);
     F16 sum_lanes = zero();
     for (int64_t group = first_group; group <= last_group; ++group) {
-      float* w = weights[r] + (group * kLanes - split);
-      const F16 e = exp(sub(load(w), splat(split_max)));
+      float* w = weights.of[r] + (group * kLanes - split);
+      const F16 e = exp2_nonpositive(sub(load(w), most));
       sum_lanes = add(sum_lanes, e);
       store(w, e);
     }
-    const float split_sum = reduce_add(sum_lanes);
-    if (rows[r].started) {
-      const float merged = rows[r].max > split_max ? rows[r].max : split_max;
-      keep[r] = exp_one(rows[r].max - merged);
-      take[r] = exp_one(split_max - merged);
-      rows[r].sum = fmaf(rows[r].sum, keep[r], split_sum * take[r]);
-      rows[r].max = merged;
-    } else {
-      keep[r] = take[r] = 0.0f;
-      rows[r].sum = split_sum;
-      rows[r].max = split_max;
-    }
+    split_sum[r] = reduce_add(sum_lanes);
+    if constexpr (sizeof(T) == 1) weigh_scales(head, weights, r, split, first_group, last_group, has_lo, has_hi);
   }
+  const Factors factors = merge_factors(load(old_max), load(split_max));
+  float keep[kLanes], take[kLanes], merged_max[kLanes];
+  store(keep, factors.keep);
+  store(take, factors.take);
+  store(merged_max, factors.max);
   add_columns<R>(head, rows, split, begin, end, 0, weights, keep, take);
-  for (int r = 0; r < R; ++r) rows[r].started = true;
+  for (int r = 0; r < R; ++r) {
+    rows[r].sum = rows[r].started ? fmaf(rows[r].sum, keep[r], split_sum[r] * take[r]) : split_sum[r];
+    rows[r].max = rows[r].started ? merged_max[r] : split_max[r];
+    rows[r].started = true;
+  }
 }
 
 template <int R, class T>
-inline void attend_up_to(int64_t count, const Head<T>& head, Row* rows, int64_t split, F16 scale) {
+inline void attend_up_to(int64_t count, const Head<T>& head, Row* rows, int64_t split, Ahead& ahead) {
   if constexpr (R > 1) {
-    if (count < R) return attend_up_to<R - 1>(count, head, rows, split, scale);
+    if (count < R) return attend_up_to<R - 1>(count, head, rows, split, ahead);
   }
-  attend_split<R>(head, rows, split, scale);
+  attend_split<R>(head, rows, split, ahead);
+}
+
+// The split of the rows that see some of it.
+template <class T>
+inline void attend_rows(const Head<T>& head, Row* rows, int64_t count, int64_t split, Ahead& ahead) {
+  int64_t first = 0, last = count;
+  while (first < last && rows[first].end <= split) ++first;
+  while (first < last && rows[last - 1].begin >= split + kKvSplit) --last;
+  Ahead none;
+  for (int64_t i = first; i < last; i += kTileRows)
+    attend_up_to<kTileRows>(smaller(kTileRows, last - i), head, rows + i, split, i == first ? ahead : none);
+}
+
+// Rounds q to integers; returns their step. Not finite: NaN.
+inline float to_words(const float* q, int64_t n, int16_t* words) {
+  F16 most_lanes = zero(), total = zero();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const F16 magnitude = abs(load(q + i));
+    most_lanes = max(most_lanes, magnitude);
+    total = add(total, magnitude);
+  }
+  const float most = reduce_max(most_lanes), sum = reduce_add(total);
+  const bool usable = most >= kSmallest && sum <= 0x1p120f;
+  const F16 inverse = splat(usable ? kMostWord / most : 0.0f);
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_words(words + i, usable ? round_int(mul(load(q + i), inverse)) : zero_int());
+  return usable ? most / kMostWord : sum * 0.0f;
 }
 
 template <class T>
@@ -239,9 +481,10 @@ inline void attend_head(const AttendArgs& a) {
   const Head<T> head(a);
   const int64_t heads_per_kv = a.num_heads / a.cache.num_kv_heads;
   const int64_t total = (a.token_end - a.token_begin) * heads_per_kv;
-  const F16 scale = splat(a.scale);
+  const float scale = a.scale * kLog2e;
   for (int64_t first = 0; first < total; first += kMostRows) {
     Row rows[kMostRows];
+    alignas(64) int16_t words[sizeof(T) == 1 ? kMostRows * kMostHeadDim : 1];
     const int64_t count = smaller(kMostRows, total - first);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t token = a.token_begin + (first + i) / heads_per_kv;
@@ -249,20 +492,38 @@ inline void attend_head(const AttendArgs& a) {
       const int64_t at = (token * a.num_heads + query_head) * head.head_dim;
       const int64_t position = a.positions[token];
       const int64_t begin = a.window > 0 ? larger(0, position - a.window + 1) : 0;
-      rows[i] = {a.q + at, a.out + at, begin, position + 1, 0.0f, 0.0f, false};
+      float* out = a.partials == nullptr ? a.out + at : a.partials + (first + i) * attend_partial_size(head.head_dim);
+      rows[i] = {a.q + at, words, scale, out, begin, position + 1, 0.0f, 0.0f, false};
+      if constexpr (sizeof(T) == 1) {
+        int16_t* to = words + i * head.head_dim;
+        rows[i].words = to;
+        rows[i].factor = scale * to_words(rows[i].q, head.head_dim, to);
+      }
     }
-    for (int64_t split = rows[0].begin / kKvSplit * kKvSplit; split < rows[count - 1].end; split += kKvSplit) {
-      int64_t i = 0, last = count;
-      while (rows[i].end <= split) ++i;
-      while (rows[last - 1].begin >= split + kKvSplit) --last;
-      for (; i < last; i += kTileRows)
-        attend_up_to<kTileRows>(smaller(kTileRows, last - i), head, rows + i, split, scale);
+    if (a.partials != nullptr) {
+      const int64_t begin = larger(a.split, rows[0].begin);
+      const int64_t end = smaller(a.split + kKvSplit, rows[count - 1].end);
+      Ahead ahead(head, begin, larger(end, begin + 1));
+      attend_rows(head, rows, count, a.split, ahead);
+      for (int64_t i = 0; i < count; ++i) {
+        float* state = rows[i].out + head.head_dim;
+        state[0] = rows[i].max;
+        state[1] = rows[i].sum;
+        state[2] = rows[i].started ? 1.0f : 0.0f;
+      }
+      continue;
     }
+    Ahead ahead(head, rows[0].begin, rows[count - 1].end);
+    for (int64_t split = rows[0].begin / kKvSplit * kKvSplit; split < rows[count - 1].end; split += kKvSplit)
+      attend_rows(head, rows, count, split, ahead);
     for (int64_t i = 0; i < count; ++i)
       for (int64_t d = 0; d < head.head_dim; d += kLanes)
         store(rows[i].out + d, div(load(rows[i].out + d), splat(rows[i].sum)));
   }
 }
+
+inline void set_element(float* p, float x) { *p = x; }
+inline void set_element(uint16_t* p, float x) { *p = float_to_bf16(x); }
 
 template <class T>
 inline void write_token(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset) {
@@ -282,20 +543,88 @@ inline void write_token(const KvCache& cache, const float* k, const float* v, in
   }
 }
 
+// Rounds a vector to levels in -127..127, `kMostByte / absmax` times its elements, ties to even; returns the scale,
+// absmax / kMostByte. All zero when absmax is tiny, with a scale of NaN when an element is not finite.
+inline float to_bytes(const float* x, int64_t n, int32_t* levels) {
+  F16 most_lanes = zero(), total = zero();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const F16 magnitude = abs(load(x + i));
+    most_lanes = max(most_lanes, magnitude);
+    total = add(total, magnitude);
+  }
+  const float most = reduce_max(most_lanes), sum = reduce_add(total);
+  const bool usable = most >= kSmallest && sum <= 0x1p120f;
+  const F16 inverse = splat(usable ? kMostByte / most : 0.0f);
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_int(levels + i, usable ? round_int(mul(load(x + i), inverse)) : zero_int());
+  return usable ? most / kMostByte : sum * 0.0f;
+}
+
+template <>
+inline void write_token<int8_t>(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset) {
+  const int64_t half = static_cast<int64_t>(cache.block_size) * cache.head_dim;
+  const int64_t head_bytes = kv_head_bytes(KvFormat::kI8, cache.block_size, cache.head_dim);
+  int8_t* out = static_cast<int8_t*>(cache.data) + block * cache.num_kv_heads * head_bytes;
+  int32_t levels[kMostHeadDim];
+  for (int32_t h = 0; h < cache.num_kv_heads; ++h) {
+    float* scales = reinterpret_cast<float*>(out + 2 * half);
+    scales[offset] = to_bytes(k, cache.head_dim, levels);
+    int8_t* pair = out + 2 * offset;
+    for (int32_t d = 0; d < cache.head_dim; d += 2, pair += 2 * cache.block_size) {
+      pair[0] = static_cast<int8_t>(levels[d]);
+      pair[1] = static_cast<int8_t>(levels[d + 1]);
+    }
+    scales[cache.block_size + offset] = to_bytes(v, cache.head_dim, levels);
+    int8_t* row = out + half + static_cast<int64_t>(offset & ~1) * cache.head_dim + (offset & 1);
+    for (int32_t d = 0; d < cache.head_dim; ++d) row[2 * d] = static_cast<int8_t>(levels[d]);
+    k += cache.head_dim;
+    v += cache.head_dim;
+    out += head_bytes;
+  }
+}
+
 }  // namespace
 
 void kv_write(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset) {
-  if (cache.format == KvFormat::kBF16)
-    write_token<uint16_t>(cache, k, v, block, offset);
-  else
-    write_token<float>(cache, k, v, block, offset);
+  switch (cache.format) {
+    case KvFormat::kF32:
+      return write_token<float>(cache, k, v, block, offset);
+    case KvFormat::kBF16:
+      return write_token<uint16_t>(cache, k, v, block, offset);
+    case KvFormat::kI8:
+      return write_token<int8_t>(cache, k, v, block, offset);
+  }
 }
 
 void attend(const AttendArgs& args) {
-  if (args.cache.format == KvFormat::kBF16)
-    attend_head<uint16_t>(args);
-  else
-    attend_head<float>(args);
+  switch (args.cache.format) {
+    case KvFormat::kF32:
+      return attend_head<float>(args);
+    case KvFormat::kBF16:
+      return attend_head<uint16_t>(args);
+    case KvFormat::kI8:
+      return attend_head<int8_t>(args);
+  }
+}
+
+void merge_splits(const float* partials, int64_t splits, int64_t stride, int64_t head_dim, float* out) {
+  bool started = false;
+  float most = 0.0f, sum = 0.0f;
+  for (const float* partial = partials; splits > 0; --splits, partial += stride) {
+    const float* state = partial + head_dim;
+    if (state[2] == 0.0f) continue;
+    const Factors factors = merge_factors(splat(started ? most : state[0]), splat(state[0]));
+    float keep[kLanes], take[kLanes], merged_max[kLanes];
+    store(keep, factors.keep);
+    store(take, factors.take);
+    store(merged_max, factors.max);
+    for (int64_t d = 0; d < head_dim; d += kLanes)
+      store(out + d, merged(started, started ? load(out + d) : zero(), keep[0], load(partial + d), take[0]));
+    sum = started ? fmaf(sum, keep[0], state[1] * take[0]) : state[1];
+    most = started ? merged_max[0] : state[0];
+    started = true;
+  }
+  for (int64_t d = 0; d < head_dim; d += kLanes) store(out + d, div(load(out + d), splat(sum)));
 }
 
 }  // namespace OCTAVO_ISA

@@ -57,18 +57,33 @@ struct LinearArgs {
   int64_t out_stride;
 };
 
-enum class KvFormat : int32_t { kF32 = 0, kBF16 = 1 };
+enum class KvFormat : int32_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
 
-// One KV head's block of `block_size` tokens. K: [head_dim / 2][block_size][2], so that 16 tokens lie in lanes; V:
-// [block_size][head_dim]. A block holds for each KV head K then V: block stride = kv_heads * 2 * block_size * head_dim
-// elements.
+// One KV head's block of `block_size` tokens: K, then V, contiguous.
+//   kF32, kBF16  K [head_dim / 2][block_size][2], so that 16 tokens lie in lanes; V [block_size][head_dim]
+//   kI8          K as above; V [block_size / 2][head_dim][2], so that pairs of tokens lie together; then the scales
+//                of K and those of V, float [2][block_size]: a value is its token's scale times a level in -127..127
 struct KvCache {
   KvFormat format;
   int32_t block_size;
   int32_t num_kv_heads;
   int32_t head_dim;
-  void* data;  // one layer: [num_blocks][num_kv_heads][2][block_size * head_dim]
+  void* data;  // one layer: [num_blocks][num_kv_heads][kv_head_bytes]
 };
+
+// Bytes of one KV head's block, a multiple of 64.
+static constexpr int64_t kv_head_bytes(KvFormat format, int64_t block_size, int64_t head_dim) {
+  const int64_t values = 2 * block_size * head_dim;
+  switch (format) {
+    case KvFormat::kF32:
+      return 4 * values;
+    case KvFormat::kBF16:
+      return 2 * values;
+    case KvFormat::kI8:
+      return values + 2 * block_size * static_cast<int64_t>(sizeof(float));
+  }
+  return 0;
+}
 
 struct AttendArgs {
   KvCache cache;
@@ -81,7 +96,16 @@ struct AttendArgs {
   const int32_t* block_table;      // of the row that these tokens belong to
   int64_t token_begin, token_end;  // consecutive tokens of one row
   int32_t kv_head;
+  // Null for all of it. Else only the split of the context that begins at position `split` is computed, not into `out`
+  // but into one partial result for each token and head of the KV head: attend_partial_size(head_dim) floats, for
+  // `merge_splits`.
+  float* partials = nullptr;
+  int32_t split = 0;
 };
+
+// A partial result: the weighted sum of V, then maximum, sum of weights, and 1, or 0 when the row sees nothing of the
+// split.
+static constexpr int64_t attend_partial_size(int64_t head_dim) { return head_dim + kPanel; }
 
 inline constexpr int kSampleChunk = 1024;  // the sampling kernels scan and sum a row in chunks of this many values
 
@@ -111,6 +135,9 @@ struct Kernels {
   // attention
   void (*kv_write)(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset);
   void (*attend)(const AttendArgs& args);
+  // Merges partial results of one token and head, `stride` floats from one split to the next, in ascending order: out
+  // [head_dim] gets the bits that one call for all splits gives. At least one split is seen.
+  void (*merge_splits)(const float* partials, int64_t splits, int64_t stride, int64_t head_dim, float* out);
 
   // sampling, one row of n logits at a time
   // group_max [ceil(n / kSampleChunk) * 16]: element 16 c + i is the maximum of chunk c's values at indices i

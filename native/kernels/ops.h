@@ -19,6 +19,7 @@ void rope(const float* x, int64_t heads, int64_t head_dim, int64_t rotated_dim, 
 
 void kv_write(const KvCache& cache, const float* k, const float* v, int32_t block, int32_t offset);
 void attend(const AttendArgs& args);
+void merge_splits(const float* partials, int64_t splits, int64_t stride, int64_t head_dim, float* out);
 
 void scan_row(const float* x, int64_t n, float* group_max, RowScan* result);
 double exponentials(const float* x, int64_t n, float max, float scale, float* out, double* chunk_sums);

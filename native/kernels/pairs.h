@@ -1,5 +1,5 @@
 // Loads and stores of interleaved pairs (x0 y0 x1 y1 ...) as two vectors: rotary pairs, and two head dimensions of the
-// K cache.
+// K cache. And pairs of 16-bit integers, two in each lane, for exact dot products with an 8-bit cache.
 #pragma once
 
 #include "kernels/simd.h"
@@ -97,6 +97,96 @@ inline void store_pairs(float* p, Pairs a) {
 #endif
 
 inline Pairs load_pairs(const float* p) { return load_pairs(p, p + 16); }
+
+// Sixteen lanes of two 16-bit integers. From bytes: pair i is p[2i], p[2i + 1]; 8 pairs at lo, 8 at hi.
+#if defined(OCTAVO_ISA_avx512)
+
+inline I16 zero_int() { return {_mm512_setzero_si512()}; }
+inline I16 add(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline I16 load_words(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline I16 load_words(const int8_t* lo, const int8_t* hi) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lo));
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(hi));
+  return {_mm512_cvtepi8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1))};
+}
+// One pair in all lanes.
+inline I16 splat_words(const int16_t* pair) {
+  int32_t both;
+  memcpy(&both, pair, sizeof both);
+  return {_mm512_set1_epi32(both)};
+}
+// sum + a.first * b.first + a.second * b.second
+inline I16 dot_words(I16 sum, I16 a, I16 b) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
+// The lanes as 16-bit integers; they must fit.
+inline void store_words(int16_t* p, I16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
+}
+
+#elif defined(OCTAVO_ISA_avx2)
+
+inline I16 zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I16 add(I16 a, I16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline I16 load_words(const int8_t* lo, const int8_t* hi) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lo))),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(hi)))};
+}
+inline I16 load_words(const int8_t* p) { return load_words(p, p + 16); }
+inline I16 splat_words(const int16_t* pair) {
+  int32_t both;
+  memcpy(&both, pair, sizeof both);
+  return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)};
+}
+inline I16 dot_words(I16 sum, I16 a, I16 b) {
+  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)),
+          _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
+}
+inline void store_words(int16_t* p, I16 a) {
+  constexpr int kInterleaveHalves = 0xd8;
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), kInterleaveHalves);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
+}
+
+#else  // portable: the definition
+
+inline I16 zero_int() { return {}; }
+inline I16 add(I16 a, I16 b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
+  return a;
+}
+inline int32_t pack_words(int16_t first, int16_t second) {
+  const int16_t pair[2] = {first, second};
+  int32_t both;
+  memcpy(&both, pair, sizeof both);
+  return both;
+}
+inline I16 load_words(const int8_t* lo, const int8_t* hi) {
+  I16 r;
+  for (int i = 0; i < kLanes; ++i) {
+    const int8_t* pair = i < 8 ? lo + 2 * i : hi + 2 * (i - 8);
+    r.v[i] = pack_words(pair[0], pair[1]);
+  }
+  return r;
+}
+inline I16 load_words(const int8_t* p) { return load_words(p, p + 16); }
+inline I16 splat_words(const int16_t* pair) {
+  I16 r;
+  for (int32_t& lane : r.v) lane = pack_words(pair[0], pair[1]);
+  return r;
+}
+inline I16 dot_words(I16 sum, I16 a, I16 b) {
+  int16_t x[2 * kLanes], y[2 * kLanes];
+  memcpy(x, a.v, sizeof x);
+  memcpy(y, b.v, sizeof y);
+  for (int i = 0; i < kLanes; ++i) sum.v[i] += x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
+  return sum;
+}
+inline void store_words(int16_t* p, I16 a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(a.v[i]);
+}
+
+#endif
 
 }  // namespace
 }  // namespace OCTAVO_ISA

@@ -229,20 +229,49 @@ inline F16 exp2_int(I16 n) {
 #endif
 
 // Sum and maximum of all lanes by one tree: lane i with lane i + 8, then + 4, + 2, + 1.
+#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx2)
+
+inline __m256 lower_half(F16 a) {
+#if defined(OCTAVO_ISA_avx512)
+  return _mm512_castps512_ps256(a.v);
+#else
+  return a.lo;
+#endif
+}
+inline __m256 upper_half(F16 a) {
+#if defined(OCTAVO_ISA_avx512)
+  return _mm512_extractf32x8_ps(a.v, 1);
+#else
+  return a.hi;
+#endif
+}
 inline float reduce_add(F16 a) {
-  float t[kLanes];
-  store(t, a);
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) t[i] = t[i] + t[i + half];
-  return t[0];
+  const __m256 eight = _mm256_add_ps(lower_half(a), upper_half(a));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 inline float reduce_max(F16 a) {
-  float t[kLanes];
-  store(t, a);
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
-  return t[0];
+  const __m256 eight = _mm256_max_ps(lower_half(a), upper_half(a));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
+
+#else
+
+inline float reduce_add(F16 a) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] + a.v[i + half];
+  return a.v[0];
+}
+inline float reduce_max(F16 a) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+  return a.v[0];
+}
+
+#endif
 
 // e^x within 2 ulp for x in [-87, 88]; 0 below -87 (also for -inf), values above 88 are clamped to e^88. NaN gives a
 // finite value. Cody-Waite reduction by ln 2 in two parts, degree-6 polynomial (coefficients 1/n! are accurate enough
@@ -261,6 +290,29 @@ inline F16 exp(F16 x) {
   p = fma(p, r, splat(1.0f));
   p = fma(p, r, splat(1.0f));
   return where_less(x, splat(-87.0f), zero(), mul(p, exp2_int(n)));
+}
+
+// 2^x within 1.5 ulp for x in [-125, 0]; 0 below -125 (also for -inf), NaN for NaN. Exactly 1 for 0. Polynomial of
+// degree 5, minimax in relative error on [-1/2, 1/2].
+inline F16 exp2_nonpositive(F16 x) {
+#if defined(OCTAVO_ISA_avx512)
+  const F16 n = {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+#else
+  const I16 exponent = round_int(max(x, splat(-126.0f)));
+  const F16 n = to_float(exponent);
+#endif
+  const F16 r = sub(x, n);
+  F16 p = splat(0x1.5bba14p-10f);
+  p = fma(p, r, splat(0x1.3cea88p-7f));
+  p = fma(p, r, splat(0x1.c6b752p-5f));
+  p = fma(p, r, splat(0x1.ebf9bcp-3f));
+  p = fma(p, r, splat(0x1.62e42ap-1f));
+  p = fma(p, r, splat(1.0f));
+#if defined(OCTAVO_ISA_avx512)
+  return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ), p.v, n.v)};
+#else
+  return where_less(x, splat(-125.0f), zero(), mul(p, exp2_int(exponent)));
+#endif
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ const Kernels* kernels() {
       rope,
       kv_write,
       attend,
+      merge_splits,
       scan_row,
       exponentials,
       collect,

@@ -44,7 +44,8 @@ struct Cache {
   Cache(const Kernels& kernels, const Shape& s, KvFormat format, int block_size, const std::vector<float>& k,
         const std::vector<float>& v) {
     const int blocks = (s.length + block_size - 1) / block_size;
-    memory.assign(static_cast<size_t>(blocks + 1) * s.kv_heads * 2 * block_size * s.head_dim, 0xffffffffu);
+    const int64_t bytes = (blocks + 1) * s.kv_heads * kv_head_bytes(format, block_size, s.head_dim);
+    memory.assign(static_cast<size_t>(bytes) / sizeof(uint32_t), 0xffffffffu);
     kv = {format, block_size, s.kv_heads, s.head_dim, memory.data()};
     for (int i = 0; i < blocks; ++i) table.push_back((i * 7 + 3) % blocks + 1);
     if (blocks % 7 == 0)
@@ -86,16 +87,29 @@ std::vector<float> attend(const Kernels& kernels, const Shape& s, const Cache& c
   return out;
 }
 
-float rounded(KvFormat format, float x) { return format == KvFormat::kBF16 ? bf16_to_float(float_to_bf16(x)) : x; }
+// What the cache makes of K or V: heads of `head_dim` values.
+std::vector<float> rounded(KvFormat format, std::vector<float> x, int head_dim) {
+  if (format == KvFormat::kBF16)
+    for (float& value : x) value = bf16_to_float(float_to_bf16(value));
+  if (format == KvFormat::kI8) {
+    for (size_t head = 0; head < x.size(); head += head_dim) {
+      float most = 0;
+      for (int d = 0; d < head_dim; ++d) most = std::max(most, std::abs(x[head + d]));
+      for (int d = 0; d < head_dim; ++d)
+        x[head + d] = most == 0 ? 0 : most / 127.0f * std::nearbyint(x[head + d] * (127.0f / most));
+    }
+  }
+  return x;
+}
 
-std::vector<double> reference(const Shape& s, KvFormat format, const std::vector<float>& q, const std::vector<float>& k,
+std::vector<double> reference(const Shape& s, const std::vector<float>& q, const std::vector<float>& k,
                               const std::vector<float>& v, int position) {
   std::vector<double> out;
   for (int h = 0; h < s.num_heads; ++h) {
     const int kv_head = h / (s.num_heads / s.kv_heads);
     const int begin = s.window > 0 ? std::max(0, position - s.window + 1) : 0;
     const auto at = [&](const std::vector<float>& x, int p, int d) {
-      return static_cast<double>(rounded(format, x[(static_cast<size_t>(p) * s.kv_heads + kv_head) * s.head_dim + d]));
+      return static_cast<double>(x[(static_cast<size_t>(p) * s.kv_heads + kv_head) * s.head_dim + d]);
     };
     std::vector<double> weights;
     double most = -1e300, total = 0;
@@ -117,6 +131,39 @@ std::vector<double> reference(const Shape& s, KvFormat format, const std::vector
   return out;
 }
 
+// The last token of the row, split by split.
+std::vector<float> attend_in_splits(const Kernels& kernels, const Shape& s, const Cache& cache,
+                                    const std::vector<float>& q) {
+  const int64_t size = attend_partial_size(s.head_dim), heads = s.num_heads / s.kv_heads;
+  const int32_t position = s.length - 1;
+  std::vector<float> out(static_cast<size_t>(s.num_heads) * s.head_dim);
+  for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
+    std::vector<float> partials;
+    const int splits = position / kKvSplit + 1;
+    partials.resize(static_cast<size_t>(splits * heads * size));
+    for (int split = splits - 1; split >= 0; --split) {  // the order does not matter
+      AttendArgs args{cache.kv,
+                      q.data() + static_cast<size_t>(position) * s.num_heads * s.head_dim,
+                      nullptr,
+                      s.num_heads,
+                      1.0f / std::sqrt(static_cast<float>(s.head_dim)),
+                      s.window,
+                      &position,
+                      cache.table.data(),
+                      0,
+                      1,
+                      kv_head};
+      args.partials = partials.data() + split * heads * size;
+      args.split = split * kKvSplit;
+      kernels.attend(args);
+    }
+    for (int64_t h = 0; h < heads; ++h)
+      kernels.merge_splits(&partials[h * size], splits, heads * size, s.head_dim,
+                           &out[(kv_head * heads + h) * s.head_dim]);
+  }
+  return out;
+}
+
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
@@ -128,7 +175,10 @@ void check_shape(const Shape& s) {
   const std::vector<float> q = random_values(rng, s.length * q_stride);
   const std::vector<float> k = random_values(rng, s.length * kv_stride);
   const std::vector<float> v = random_values(rng, s.length * kv_stride);
-  for (const KvFormat format : {KvFormat::kF32, KvFormat::kBF16}) {
+  for (const KvFormat format : {KvFormat::kF32, KvFormat::kBF16, KvFormat::kI8}) {
+    const std::vector<float> cached_k = rounded(format, k, s.head_dim), cached_v = rounded(format, v, s.head_dim);
+    // 8-bit K and V are multiplied with queries and weights of 16 bits.
+    const double tolerance = format == KvFormat::kI8 ? 2e-4 : 2e-6;
     std::vector<float> first_result;
     for (const std::string& isa : available_isas()) {
       const Kernels& kernels = kernels_for(isa);
@@ -139,9 +189,9 @@ void check_shape(const Shape& s) {
         if (first_result.empty()) {
           first_result = all;
           for (int p = 0; p < s.length; p += 1 + s.length / 7) {
-            const std::vector<double> expected = reference(s, format, q, k, v, p);
+            const std::vector<double> expected = reference(s, q, cached_k, cached_v, p);
             for (size_t i = 0; i < q_stride; ++i)
-              CHECK_MSG(std::abs(all[p * q_stride + i] - expected[i]) < 2e-6 * (1 + std::abs(expected[i])), where);
+              CHECK_MSG(std::abs(all[p * q_stride + i] - expected[i]) < tolerance * (1 + std::abs(expected[i])), where);
           }
         }
         CHECK_MSG(same_bits(all, first_result), where);
@@ -149,6 +199,7 @@ void check_shape(const Shape& s) {
         CHECK_MSG(same_bits(attend(kernels, s, cache, q, 0, 7), all), where);
         const int last = s.length - 1;
         CHECK_MSG(same_bits(attend(kernels, s, cache, q, last, 1), {all.end() - q_stride, all.end()}), where);
+        CHECK_MSG(same_bits(attend_in_splits(kernels, s, cache, q), {all.end() - q_stride, all.end()}), where);
       }
     }
   }

@@ -106,9 +106,9 @@ def test_threads_and_chunks_do_not_change_bits(dtype: DType, form: Format) -> No
 
 
 def test_dtypes() -> None:
-    assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-1-kv-bfloat16"
+    assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-2-kv-bfloat16"
     assert load("auto").bytes_per_kv_value == 2
-    assert load("float32").arithmetic == "cpu-1-kv-float32"
+    assert load("float32").arithmetic == "cpu-2-kv-float32"
     assert load("float32").bytes_per_kv_value == 4
     assert load("float32", Format.F32).weight_bytes > 1.9 * load("auto", Format.F32).weight_bytes
     assert load("float32", Format.Q8_0).weight_bytes == load("auto", Format.Q8_0).weight_bytes
