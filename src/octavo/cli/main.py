@@ -18,6 +18,7 @@ VERBS = {
     "pull": "fetch a model of the catalogue",
     "inspect": "show what a model is and what of it fits this machine",
     "doctor": "show what this machine offers and what octavo makes of it",
+    "bench": "measure kernels and throughput, make up models, report results",
     "mock": "a server without a model, for practising clients",
 }
 

@@ -303,8 +303,11 @@ class _Ceilings:
                 for who in ({name} if single_thread else self._pools)
             )
         # A machine without the instructions for a kind computes it in float32.
-        peak = self._best(f"{cost.arithmetic}_{name}_gop_s") or self._best(f"f32_{name}_gop_s")
+        peak = self._peak(cost.arithmetic, name) or self._peak("f32", name)
         return cost.num_bytes / bandwidth / 1e9, cost.operations / peak / 1e9
+
+    def _peak(self, kind: Arithmetic, threads: str) -> float:
+        return max(self._best(f"{kind}_{threads}_gop_s"), self._best(f"{kind}_one_thread_gop_s"))
 
     def _best(self, name: str) -> float:
         return max(self._rounds[name])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,5 @@ def _blocks(form: Format, count: int, k: int, bits: np.random.SFC64) -> U8:
             word = np.uint32 if form is Format.F32 else np.uint16
             sign = 1 << (8 * np.dtype(word).itemsize - 1)
             words = _bytes(bits, count * np.dtype(word).itemsize).view(word)
-            words &= word(sign | ((1 << mantissa) - 1))
-            words |= word(max(exponent, 1) << mantissa)
-            return words.view(np.uint8)
+            random: npt.NDArray[Any] = words & word(sign | ((1 << mantissa) - 1))
+            return (random | word(max(exponent, 1) << mantissa)).view(np.uint8)

@@ -78,7 +78,8 @@ def synthesize(
         if len(tensor.shape) == 1:
             parts = iter((np.ones(tensor.shape, np.float32).view(np.uint8),))
         else:
-            parts = random_rows(tensor.format, *tensor.shape, seed=(seed, index))
+            rows, k = tensor.shape
+            parts = random_rows(tensor.format, rows, k, seed=(seed, index))
         for part in parts:
             yield part
             done += len(part)

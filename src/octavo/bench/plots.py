@@ -1,0 +1,86 @@
+"""Plots of result files, drawn with matplotlib (the `bench` extra). Knows results, not where they come from or go to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+
+Result = Mapping[str, Any]
+_FIGURES = ("out_tok_s", "output tokens per second"), ("ttft_p50_ms", "median time to first token, ms")
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError that says how to get it."""
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'octavo[bench]'") from None
+
+
+def plot_kernels(result: Result, path: Path) -> None:
+    """Linears of each format over the number of rows against both rooflines, and attention beside its own."""
+    figure, (left, right) = _figure(2)
+    linears: dict[str, list[Result]] = {}
+    for line in result["results"]:
+        if line["op"] == "linear gate+up":
+            linears.setdefault(line["format"], []).append(line)
+    for form, lines in linears.items():
+        rows = [line["rows"] for line in lines]
+        drawn = left.plot(rows, [line["gop_s"] for line in lines], marker="o", label=form)
+        roofline = [line["operations"] / line["roofline_s"] / 1e9 for line in lines]
+        left.plot(rows, roofline, linestyle="--", color=drawn[0].get_color())
+    left.set(xscale="log", yscale="log", xlabel="rows", ylabel="GOP/s", title="gate and up; dashed: roofline")
+    left.set_xscale("log", base=2)
+    if linears:
+        left.legend()
+    decode = [line for line in result["results"] if line["op"].startswith(("attention", "step"))]
+    names = [f"{line['op']}, {line['format']}, {line['rows']} x {line['context']}" for line in decode]
+    right.barh(names, [line["roofline_percent"] for line in decode])
+    right.axvline(100, color="black", linewidth=0.8)
+    right.set(xlabel="percent of roofline (rows x context)", title="attention and whole steps")
+    right.invert_yaxis()
+    _save(figure, path, result)
+
+
+def plot_throughput(results: Sequence[Result], path: Path) -> None:
+    """All throughput results side by side, workload by workload."""
+    figure, axes = _figure(len(_FIGURES))
+    workloads = list(dict.fromkeys(line["workload"] for result in results for line in result["results"]))
+    width = 0.8 / len(results)
+    for axis, (key, title) in zip(axes, _FIGURES, strict=True):
+        for number, result in enumerate(results):
+            lines = {line["workload"]: line for line in result["results"]}
+            places = [index for index, name in enumerate(workloads) if key in lines.get(name, {})]
+            axis.bar(
+                [place + number * width for place in places],
+                [lines[workloads[place]][key] for place in places],
+                width=width,
+                label=f"{result['commit']}, {result['batching']}",
+            )
+        axis.set_xticks([place + 0.4 - width / 2 for place in range(len(workloads))], workloads)
+        axis.set(title=title, yscale="log")
+    axes[0].legend()
+    _save(figure, path, results[-1])
+
+
+def _figure(columns: int) -> tuple[Any, Any]:
+    # The object interface: no global state, no display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * columns, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns)
+
+
+def _save(figure: Any, path: Path, result: Result) -> None:
+    """As PNG or SVG, by the suffix. The same results give the same bytes."""
+    from matplotlib import rc_context
+
+    figure.suptitle(f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs, {result['date'][:10]}")
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    with rc_context({"svg.hashsalt": "octavo"}):
+        figure.savefig(path, metadata=metadata)

@@ -1,0 +1,173 @@
+"""The report: what the result files of a folder say, as one page of tables with plots. Measures nothing.
+
+Soak results and other kinds that it does not know are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo.bench.plots import plot_kernels, plot_throughput, require_matplotlib
+from octavo.bench.results import QUIET_LOAD
+from octavo.errors import ConfigError
+
+Result = Mapping[str, Any]
+_THROUGHPUT_COLUMNS = {
+    "out_tok_s": "tok/s",
+    "req_s": "req/s",
+    "ttft_p50_ms": "TTFT p50 ms",
+    "ttft_p95_ms": "p95",
+    "tpot_p50_ms": "TPOT p50 ms",
+    "tpot_p95_ms": "p95",
+}
+
+
+def write_report(folder: Path, out: Path, image: Literal["svg", "png"] = "svg") -> Path:
+    """Writes `out`/report.md and `out`/plots from the results in `folder`, and returns the page's path.
+
+    Raises ConfigError when matplotlib is missing, the folder holds no result of a known kind, or something cannot be read or written.
+    """
+    require_matplotlib()
+    results = read_results(folder)
+    kernels = {path: result for path, result in results.items() if result["kind"] == "kernels"}
+    throughput = {path: result for path, result in results.items() if result["kind"] == "throughput"}
+    if not kernels and not throughput:
+        raise ConfigError(f"{folder} holds no results of octavo bench kernels or throughput")
+    plots = out / "plots"
+    page = ["# Measurements", "", "Made by `octavo bench report` from the files in `results`.", ""]
+    try:
+        plots.mkdir(parents=True, exist_ok=True)
+        if throughput:
+            plot_throughput(list(throughput.values()), plots / f"throughput.{image}")
+            page += ["## Offline throughput", "", f"![throughput](plots/throughput.{image})", ""]
+            for path, result in throughput.items():
+                page += [*_heading(path, result), *throughput_table(result), ""]
+        if kernels:
+            page += ["## Kernels", ""]
+        for path, result in kernels.items():
+            plot_kernels(result, plots / f"{path.stem}.{image}")
+            page += [*_heading(path, result), f"![kernels](plots/{path.stem}.{image})", ""]
+            page += [*ceilings_table(result), "", *kernels_table(result), ""]
+        report = out / "report.md"
+        report.write_text("\n".join(page), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written: {error}") from None
+    return report
+
+
+def read_results(folder: Path) -> dict[Path, Result]:
+    """The results of a folder by file, in the order of their names. Raises ConfigError for a file that cannot be read."""
+    results: dict[Path, Result] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        if isinstance(result, dict) and "kind" in result:
+            results[path] = result
+    return results
+
+
+def kernels_table(result: Result) -> list[str]:
+    """Operations, as lines of Markdown. The time is the median."""
+    rows = [
+        (
+            line["op"],
+            line["shape"],
+            line["format"],
+            line["rows"],
+            line["context"] or "",
+            duration(line["median_s"]),
+            duration(line["best_s"]),
+            f"{line['gb_s']:.1f}",
+            f"{line['gop_s']:.0f}" if line["operations"] else "",
+            f"{line['roofline_percent']:.0f} %",
+            line["bound"],
+        )
+        for line in result["results"]
+    ]
+    columns = (
+        "operation",
+        "shape",
+        "format",
+        "rows",
+        "context",
+        "time",
+        "best",
+        "GB/s",
+        "GOP/s",
+        "of roofline",
+        "bound",
+    )
+    return table(columns, rows, text_columns=3)
+
+
+def ceilings_table(result: Result) -> list[str]:
+    """What the machine gave, as lines of Markdown."""
+    rows = [
+        (_readable(name), f"{values['best']:.1f}", f"{values['median']:.1f}")
+        for name, values in result["ceilings"].items()
+    ]
+    return table(("ceiling", "best", "median"), rows, text_columns=1)
+
+
+def throughput_table(result: Result) -> list[str]:
+    """Workloads, as lines of Markdown."""
+    rows = [
+        (line["workload"], *(f"{line[key]:.4g}" if key in line else "" for key in _THROUGHPUT_COLUMNS))
+        for line in result["results"]
+    ]
+    return table(("workload", *_THROUGHPUT_COLUMNS.values()), rows, text_columns=1)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, text_columns: int) -> list[str]:
+    """A Markdown table whose columns line up; those after the first `text_columns` are numbers, to the right."""
+    lines = [columns, *(tuple(map(str, row)) for row in rows)]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(columns))]
+
+    def joined(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cells) + " |"
+
+    def aligned(line: Sequence[str]) -> str:
+        return joined(
+            cell.ljust(width) if column < text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+
+    rule = joined(
+        "-" * width if column < text_columns else "-" * (width - 1) + ":" for column, width in enumerate(widths)
+    )
+    return [aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])]
+
+
+def duration(seconds: float) -> str:
+    """With three digits and a fitting unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _heading(path: Path, result: Result) -> list[str]:
+    loads = result["load_before"], result["load_after"]
+    noisy = " **The machine was not quiet.**" if loads[0] > QUIET_LOAD else ""
+    facts = [f"`{path.name}`: {result['machine']['cpu']}, {result['machine']['cpus']} CPUs, commit {result['commit']}"]
+    facts += [f"model {result['model']}"]
+    facts += [f"{key} {result[key]}" for key in ("isa", "threads", "batching") if key in result]
+    return [
+        f"### {result['date']}",
+        "",
+        f"{', '.join(facts)}; load average {loads[0]:.2f} before, {loads[1]:.2f} after.{noisy}",
+        "",
+    ]
+
+
+def _readable(name: str) -> str:
+    """`memory_huge_pages_one_thread_gb_s` -> `memory huge pages one thread, GB/s`."""
+    for suffix, unit in (("_gb_s", "GB/s"), ("_gop_s", "GOP/s"), ("_ns", "ns"), ("_us", "us")):
+        if name.endswith(suffix):
+            return f"{name.removesuffix(suffix).replace('_', ' ')}, {unit}"
+    return name
