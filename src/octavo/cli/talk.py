@@ -70,10 +70,14 @@ class LocalTalker:
         pieces = stream()
         try:
             while True:
+                step = _next(pieces)
                 try:
-                    yield self._runner.run(_next(pieces))
+                    piece = self._runner.run(step)
                 except StopAsyncIteration:
                     return
+                finally:
+                    step.close()  # it has not begun if Ctrl-C came at once
+                yield piece
         finally:
             self._runner.run(_close(pieces))
 

