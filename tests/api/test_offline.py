@@ -97,6 +97,18 @@ def test_one_set_of_parameters_per_prompt_or_one_for_all(llm: LLM, count: int) -
         generate(llm, PROMPTS, [GREEDY] * count)
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "greedy", 0])
+def test_other_things_are_no_parameters(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="must be a SamplingParams"):
+        llm.generate("a", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("prompts", [5, None, iter(["a"])])
+def test_other_things_are_no_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompts must be"):
+        llm.generate(prompts, use_tqdm=False)
+
+
 def test_logprobs_have_vllms_shape(llm: LLM) -> None:
     [output] = generate(
         llm, PROMPTS[0], SamplingParams(temperature=1, seed=3, max_tokens=5, logprobs=3, prompt_logprobs=2)

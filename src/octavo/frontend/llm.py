@@ -168,6 +168,10 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequestError(
+                "sampling_params must be a SamplingParams, or a list with one per prompt", param="sampling_params"
+            )
         if len(params) != count:
             raise InvalidRequestError(
                 f"{len(params)} sampling_params were given for {count} prompts: give one, or one per prompt",
@@ -324,6 +328,11 @@ def _position(entry: LogprobEntry) -> dict[int, Logprob]:
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, (str, Mapping)):
         return True
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be a text, a list of token ids, or a list of prompts, not {type(prompts).__name__}",
+            param="prompts",
+        )
     return len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
 
 
