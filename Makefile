@@ -1,10 +1,11 @@
 # One command per verb. They use the virtual environment .venv; `make setup` makes it.
 PYTHON ?= python3
 BIN := .venv/bin
-CPP := $(shell git ls-files 'native/*.cpp' 'native/*.h' 'tests/native/*.cpp')
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+CPP := $(wildcard native/*/*.cpp native/*/*.h tests/native/*.cpp tests/native/*.h)
 NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
 
-.PHONY: setup format check test native-test soak soak-short race clean
+.PHONY: setup format check test native-test soak soak-short clean
 
 setup: ## virtual environment with octavo (editable) and all tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
