@@ -320,6 +320,7 @@ std::vector<double> time_linears(Pool& pool, const Kernels& kernels, const Weigh
     input_of.push_back(i);
   }
   const Mapping out(sizeof(float) * static_cast<std::size_t>(rows * most_columns), Mapping::Pages::kHuge);
+  std::fill_n(out.data(), out.size(), std::uint8_t{0});  // its pages must not be made while the clock runs
 
   struct Part {
     LinearArgs args;
@@ -328,7 +329,6 @@ std::vector<double> time_linears(Pool& pool, const Kernels& kernels, const Weigh
   std::vector<double> seconds;
   std::vector<Part> parts;
   for (std::size_t p = 0; p < phases.size(); ++p) {
-    const Clock clock;
     std::int64_t panels = 0;
     for (const std::int32_t index : phases[p]) panels += num_panels(weights.matrix(index));
     const std::int64_t grain = std::max<std::int64_t>(1, panels / (kPanelTilesPerThread * pool.threads()));
@@ -346,6 +346,7 @@ std::vector<double> time_linears(Pool& pool, const Kernels& kernels, const Weigh
       to += rows * part.args.weight.n;
       tiles += (num_panels(part.args.weight) + grain - 1) / grain;
     }
+    const Clock clock;
     pool.parallel_for(static_cast<std::int32_t>(tiles), [&](std::int32_t tile) {
       std::size_t i = parts.size() - 1;
       while (parts[i].first_tile > tile) --i;

@@ -73,6 +73,7 @@ def _blocks(form: Format, count: int, k: int, bits: np.random.SFC64) -> U8:
             exponent = round(math.log2(deviation / math.sqrt(7 / 3))) + exponent_bias
             word = np.uint32 if form is Format.F32 else np.uint16
             sign = 1 << (8 * np.dtype(word).itemsize - 1)
-            words = _bytes(bits, count * np.dtype(word).itemsize).view(word)
-            random: npt.NDArray[Any] = words & word(sign | ((1 << mantissa) - 1))
-            return (random | word(max(exponent, 1) << mantissa)).view(np.uint8)
+            words: npt.NDArray[Any] = _bytes(bits, count * np.dtype(word).itemsize).view(word)
+            words &= sign | ((1 << mantissa) - 1)
+            words |= max(exponent, 1) << mantissa
+            return words.view(np.uint8)
