@@ -25,8 +25,13 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line. Returns the exit status: 0 fine, 1 failed, 2 wrong usage."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    parsed = parse(sys.argv[1:] if argv is None else argv)
+    return 2 if parsed is None else run(parsed)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace | None:
+    """A command line's verb and flags; exits with status 2 when they are wrong. Without a verb shows the help and returns None."""
     parser = Parser(prog="octavo", description="An LLM inference server that gives the same bits whatever the load.")
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=Parser)
@@ -36,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module(f"octavo.cli.{verb}").add_parser(subparsers)
         else:
             subparsers.add_parser(verb, help=text, add_help=False)
-    parsed = parser.parse_args(arguments)
+    parsed: argparse.Namespace = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
         parser.print_help()
-        return 2
-    return run(parsed)
+        return None
+    return parsed
 
 
 def run(parsed: argparse.Namespace) -> int:
