@@ -86,6 +86,22 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+_SHOW = """
+from octavo.__main__ import entry
+from octavo.cli import main
+from octavo.cli.talk import show
+
+main.main = lambda argv: len(show(iter(["a", "\u4e16"]))) - 2
+entry()
+"""
+
+
+def test_a_poor_terminal_shows_what_it_can() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", _SHOW], capture_output=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"a?", b"")
+
+
 _STUCK = """
 import threading
 from octavo.__main__ import entry
