@@ -90,9 +90,10 @@ class BackendConfig(Section, frozen=True, kw_only=True):
 
     backend: Annotated[Literal["auto", "cpu", "numpy"], Help("cpu is native, numpy the readable reference")] = "auto"
     threads: Annotated[int | None, Help("threads of the native backend; default: the CPUs this process may use")] = None
-    engine_process: Annotated[bool, Help("run the engine in a child process, so that a native crash is survived")] = (
-        False
-    )
+    engine_process: Annotated[
+        bool,
+        Help("run the engine in a child process, so that after a native crash there is a server to tell its clients"),
+    ] = False
     engine_restart: Annotated[
         bool, Help("with --engine-process: replace an engine that died instead of ending the server")
     ] = False

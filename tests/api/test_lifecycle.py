@@ -131,6 +131,7 @@ def test_o41_child_engine_restarts_when_told_so(smollm2: Path) -> None:
         ):
             time.sleep(0.1)
         assert server.complete().json()["choices"][0]["text"] == text
+        assert any("died and is replaced" in line for line in server.log)
 
 
 def test_o42_event_loop_stays_free(server: Live) -> None:

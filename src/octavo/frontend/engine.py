@@ -6,6 +6,7 @@ Knows no HTTP and no tensors. Everything here runs on one event loop; only loadi
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
@@ -22,6 +23,8 @@ from octavo.frontend.outputs import Delta
 from octavo.frontend.requests import Prepared, RequestBuilder
 from octavo.frontend.stream import StreamTable, merge
 from octavo.obs.events import EngineStateChanged, EventLog, StepCompleted
+
+_log = logging.getLogger("octavo")
 
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
@@ -353,6 +356,7 @@ class AsyncEngine:
         self._deaths_s = [at_s for at_s in self._deaths_s if now_s - at_s < RESTART_WINDOW_S] + [now_s]
         restart = self._config.backend.engine_restart and self._state is EngineState.READY
         if restart and len(self._deaths_s) <= MAX_RESTARTS:
+            _log.error("the engine died and is replaced: %s", reason)
             self._set_state(EngineState.LOADING, reason)
             self._spawn(self._restart())
         else:
@@ -361,6 +365,7 @@ class AsyncEngine:
     async def _restart(self) -> None:
         try:
             await self._launch(None)
+            _log.info("the new engine is ready")
         except Exception as error:  # noqa: BLE001 - whatever keeps a new engine from starting, clients must hear of it
             if not self._closed:
                 self._die(f"it died and could not be replaced: {error}")
