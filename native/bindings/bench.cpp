@@ -2,13 +2,20 @@
 #include "core/bench.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <span>
+#include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings/registry.h"
 #include "core/dispatch.h"
+#include "core/program.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,6 +30,32 @@ Peak peak_of(const std::string& name) {
   throw std::invalid_argument("no peak is named " + name + "; there are int8, bf16 and f32");
 }
 
+using Vector = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+std::span<const std::int32_t> span_of(const Vector& array) { return {array.data(), array.shape(0)}; }
+
+std::vector<double> time_phases(Program& program, Pool& pool, const Vector& tokens, const Vector& positions,
+                                const Vector& row_starts, const Table& table, const Vector& logit_rows) {
+  if (table.shape(0) + 1 != row_starts.shape(0)) throw std::invalid_argument("a block table needs one line per row");
+  const Batch batch{span_of(tokens),
+                    span_of(positions),
+                    span_of(row_starts),
+                    span_of(logit_rows),
+                    {{table.data(), static_cast<std::int64_t>(table.shape(1))}}};
+  const nb::gil_scoped_release release;
+  std::vector<double> seconds;
+  program.time_phases(&seconds);
+  try {
+    program.run(pool, batch);
+  } catch (...) {
+    program.time_phases(nullptr);
+    throw;
+  }
+  program.time_phases(nullptr);
+  return seconds;
+}
+
 }  // namespace
 
 void register_bench(nb::module_& m) {
@@ -35,23 +68,21 @@ void register_bench(nb::module_& m) {
       "pool"_a, "kind"_a, "loops"_a, Release(),
       "Operations per second at most, of kind int8, bf16 or f32; 0 for none.");
   m.def(
-      "bench_linears",
-      [](Pool& pool, const std::string& isa, const Weights& weights,
-         const std::vector<std::vector<std::int32_t>>& phases,
-         std::int64_t rows) { return time_linears(pool, kernels_for(isa), weights, phases, rows); },
-      "pool"_a, "isa"_a, "weights"_a, "phases"_a, "rows"_a, Release(), "Seconds of each phase of one pass.");
+      "bench_phase_facts",
+      [](const Program& program) {
+        std::vector<std::pair<std::vector<std::string>, std::vector<std::int32_t>>> facts;
+        for (Program::PhaseFacts& phase : program.phase_facts())
+          facts.emplace_back(std::move(phase.ops), std::move(phase.matrices));
+        return facts;
+      },
+      "program"_a, "(names of its instructions, matrices of its linears) of each phase of a program.");
+  m.def("bench_phases", &time_phases, "program"_a, "pool"_a, "tokens"_a.noconvert(), "positions"_a.noconvert(),
+        "row_starts"_a.noconvert(), "table"_a.noconvert(), "logit_rows"_a.noconvert(),
+        "Seconds of each phase of a step of a program whose cache has one group.");
   m.def(
       "bench_fill_cache",
       [](Pool& pool, const std::string& isa, const KvStore& cache) { fill_cache(pool, kernels_for(isa), cache); },
       "pool"_a, "isa"_a, "cache"_a, Release(), "Writes all of a cache.");
-  m.def(
-      "bench_attention",
-      [](Pool& pool, const std::string& isa, const KvStore& cache, std::int32_t rows, std::int32_t queries,
-         std::int32_t context, std::int32_t num_heads, std::int32_t sets) {
-        return time_attention(pool, kernels_for(isa), cache, {rows, queries, context, num_heads, sets});
-      },
-      "pool"_a, "isa"_a, "cache"_a, "rows"_a, "queries"_a, "context"_a, "num_heads"_a, "sets"_a, Release(),
-      "Mean seconds of one layer's attention.");
   m.def(
       "bench_row_op",
       [](const std::string& isa, const std::string& name, std::int64_t columns, std::int64_t head_dim,

@@ -7,22 +7,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
-#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <thread>
-#include <utility>
 
 #include "core/fpu.h"
-#include "core/packing.h"
 
 namespace octavo {
 namespace {
-
-// As in core/program.cpp.
-constexpr std::int64_t kPanelTilesPerThread = 8;
-constexpr std::int32_t kQueryRows = 48;
 
 void require(bool ok, const std::string& message) {
   if (!ok) throw std::invalid_argument(message);
@@ -219,28 +211,6 @@ void meet(Pool& pool) {
   });
 }
 
-// --- operations
-
-// Rows of input in the form that a packing multiplies with.
-std::vector<std::uint8_t> prepared(const Kernels& kernels, Packing packing, std::int64_t rows, std::int64_t k) {
-  const std::vector<float> x = random_floats(static_cast<std::size_t>(k), 1);
-  std::size_t row_bytes = sizeof(float) * static_cast<std::size_t>(k);
-  if (packing == Packing::kBF16) row_bytes /= 2;
-  const bool quantized = packing == Packing::kU4 || packing == Packing::kU8;
-  if (quantized) row_bytes = sizeof(QuantBlock) * static_cast<std::size_t>(k / kQuantBlock);
-  std::vector<std::uint8_t> bytes(static_cast<std::size_t>(rows) * row_bytes);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    std::uint8_t* row = bytes.data() + static_cast<std::size_t>(r) * row_bytes;
-    if (quantized)
-      kernels.quantize_row(x.data(), k, reinterpret_cast<QuantBlock*>(row));
-    else if (packing == Packing::kBF16)
-      kernels.to_bf16_row(x.data(), k, reinterpret_cast<std::uint16_t*>(row));
-    else
-      std::copy(x.begin(), x.end(), reinterpret_cast<float*>(row));
-  }
-  return bytes;
-}
-
 }  // namespace
 
 double time_dispatch(Pool& pool, std::int64_t loops) {
@@ -291,73 +261,6 @@ double measure_peak(Pool& pool, Peak peak, std::int64_t loops) {
   return static_cast<double>(loop.operations * kChains * loops) * pool.threads() / clock.seconds();
 }
 
-std::vector<double> time_linears(Pool& pool, const Kernels& kernels, const Weights& weights,
-                                 const std::vector<std::vector<std::int32_t>>& phases, std::int64_t rows) {
-  require(rows >= 1 && rows <= 65536, "rows must be in 1..65536");
-  require(weights.allocated(), "the weights are not allocated");
-  struct Input {
-    Packing packing;
-    std::int64_t k;
-    std::vector<std::uint8_t> bytes;
-  };
-  const KernelFpu fpu;
-  std::vector<Input> inputs;
-  std::vector<std::size_t> input_of;
-  std::int64_t most_columns = 0;
-  for (const auto& phase : phases) {
-    require(!phase.empty(), "a phase needs at least one linear");
-    const PackedMatrix first = weights.matrix(phase.front());
-    std::int64_t columns = 0;
-    for (const std::int32_t index : phase) {
-      const PackedMatrix matrix = weights.matrix(index);
-      require(matrix.k == first.k && matrix.packing == first.packing, "the linears of a phase read different inputs");
-      columns += matrix.n;
-    }
-    most_columns = std::max(most_columns, columns);
-    std::size_t i = 0;
-    while (i < inputs.size() && (inputs[i].packing != first.packing || inputs[i].k != first.k)) ++i;
-    if (i == inputs.size()) inputs.push_back({first.packing, first.k, prepared(kernels, first.packing, rows, first.k)});
-    input_of.push_back(i);
-  }
-  const Mapping out(sizeof(float) * static_cast<std::size_t>(rows * most_columns), Mapping::Pages::kHuge);
-  std::fill_n(out.data(), out.size(), std::uint8_t{0});  // its pages must not be made while the clock runs
-
-  struct Part {
-    LinearArgs args;
-    std::int64_t first_tile;
-  };
-  std::vector<double> seconds;
-  std::vector<Part> parts;
-  for (std::size_t p = 0; p < phases.size(); ++p) {
-    std::int64_t panels = 0;
-    for (const std::int32_t index : phases[p]) panels += num_panels(weights.matrix(index));
-    const std::int64_t grain = std::max<std::int64_t>(1, panels / (kPanelTilesPerThread * pool.threads()));
-    parts.clear();
-    std::int64_t tiles = 0;
-    auto* to = reinterpret_cast<float*>(out.data());
-    for (const std::int32_t index : phases[p]) {
-      Part part{};
-      part.args.weight = weights.matrix(index);
-      part.args.input = {rows, part.args.weight.k, inputs[input_of[p]].bytes.data()};
-      part.args.out = to;
-      part.args.out_stride = part.args.weight.n;
-      part.first_tile = tiles;
-      parts.push_back(part);
-      to += rows * part.args.weight.n;
-      tiles += (num_panels(part.args.weight) + grain - 1) / grain;
-    }
-    const Clock clock;
-    pool.parallel_for(static_cast<std::int32_t>(tiles), [&](std::int32_t tile) {
-      std::size_t i = parts.size() - 1;
-      while (parts[i].first_tile > tile) --i;
-      const std::int64_t begin = (tile - parts[i].first_tile) * grain;
-      kernels.linear(parts[i].args, begin, std::min(num_panels(parts[i].args.weight), begin + grain));
-    });
-    seconds.push_back(clock.seconds());
-  }
-  return seconds;
-}
-
 void fill_cache(Pool& pool, const Kernels& kernels, const KvStore& cache) {
   for (std::int32_t g = 0; g < cache.num_groups(); ++g) {
     const KvGroup& group = cache.group(g);
@@ -370,52 +273,6 @@ void fill_cache(Pool& pool, const Kernels& kernels, const KvStore& cache) {
           kernels.kv_write(cache.cache(layer), values.data(), values.data() + columns, block, offset);
     });
   }
-}
-
-double time_attention(Pool& pool, const Kernels& kernels, const KvStore& cache, const AttentionShape& shape) {
-  require(cache.num_groups() == 1, "attention is timed on a cache of one group");
-  const KvGroup& group = cache.group(0);
-  require(shape.rows >= 1 && shape.queries >= 1 && shape.context >= shape.queries, "a row's context holds its queries");
-  require(shape.num_heads >= 1 && shape.num_heads % group.num_kv_heads == 0, "heads must share the KV heads evenly");
-  const std::int32_t columns = (shape.context + cache.block_size() - 1) / cache.block_size();
-  const std::int64_t set_blocks = static_cast<std::int64_t>(shape.rows) * columns;
-  require(shape.sets >= 1 && shape.sets * set_blocks <= group.num_blocks,
-          "the cache has too few blocks for these rows");
-
-  std::vector<std::int32_t> blocks(static_cast<std::size_t>(group.num_blocks));
-  std::iota(blocks.begin(), blocks.end(), 0);
-  std::shuffle(blocks.begin(), blocks.end(), std::mt19937(3));
-  const std::int32_t tokens = shape.rows * shape.queries;
-  std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
-  for (std::int32_t t = 0; t < tokens; ++t) positions[t] = shape.context - shape.queries + t % shape.queries;
-  const std::size_t width = static_cast<std::size_t>(shape.num_heads) * static_cast<std::size_t>(group.head_dim);
-  const std::vector<float> q = random_floats(static_cast<std::size_t>(tokens) * width, 4);
-  std::vector<float> out(q.size());
-
-  const std::int32_t per_tile = std::max(1, kQueryRows / (shape.num_heads / group.num_kv_heads));
-  const std::int32_t row_tiles = (shape.queries + per_tile - 1) / per_tile;
-  const KernelFpu fpu;
-  const Clock clock;
-  for (std::int32_t set = 0; set < shape.sets; ++set)
-    for (const std::int32_t layer : group.layers)
-      pool.parallel_for(shape.rows * row_tiles * group.num_kv_heads, [&](std::int32_t tile) {
-        const std::int32_t queries = tile / group.num_kv_heads;
-        // The last queries of a row see most: they go first.
-        const std::int32_t row = queries % shape.rows, piece = row_tiles - 1 - queries / shape.rows;
-        AttendArgs args{};
-        args.cache = cache.cache(layer);
-        args.q = q.data();
-        args.out = out.data();
-        args.num_heads = shape.num_heads;
-        args.scale = 1.0f / std::sqrt(static_cast<float>(group.head_dim));
-        args.positions = positions.data();
-        args.block_table = blocks.data() + set * set_blocks + static_cast<std::int64_t>(row) * columns;
-        args.token_begin = row * shape.queries + piece * per_tile;
-        args.token_end = std::min<std::int64_t>(args.token_begin + per_tile, (row + 1) * shape.queries);
-        args.kv_head = tile % group.num_kv_heads;
-        kernels.attend(args);
-      });
-  return clock.seconds() / (static_cast<double>(shape.sets) * static_cast<double>(group.layers.size()));
 }
 
 double time_row_op(const Kernels& kernels, const std::string& name, std::int64_t columns, std::int64_t head_dim,

@@ -1,18 +1,17 @@
 // Timed loops for `octavo bench kernels`: what the machine gives at most, and what single operations make of it.
 //
-// All of them run on a Pool, because what the engine's threads can reach is what counts. Operations use the engine's
-// own kernels, layouts and tiles. Times are seconds of a monotonic clock. Knows nothing of models, rounds or reports.
+// All of them run on a Pool, because what the engine's threads can reach is what counts. Linears, attention and whole
+// steps are timed where they run, in the phases of a Program. Times are seconds of a monotonic clock. Knows nothing of
+// models, rounds or reports.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "core/kv_store.h"
 #include "core/memory.h"
 #include "core/pool.h"
-#include "core/weights.h"
 #include "kernels/kernels.h"
 
 namespace octavo {
@@ -51,26 +50,8 @@ double measure_peak(Pool& pool, Peak peak, std::int64_t loops);
 
 // --- operations
 
-// One pass over phases of independent linears, in the engine's tiles, each with `rows` prepared rows of input: the time
-// of each phase. Throws std::invalid_argument for an empty phase, no rows, or linears of one phase that differ in input
-// size or form.
-std::vector<double> time_linears(Pool& pool, const Kernels& kernels, const Weights& weights,
-                                 const std::vector<std::vector<std::int32_t>>& phases, std::int64_t rows);
-
 // Writes K and V to all blocks of a cache, so that its pages exist.
 void fill_cache(Pool& pool, const Kernels& kernels, const KvStore& cache);
-
-struct AttentionShape {
-  std::int32_t rows;     // sequences that attend together
-  std::int32_t queries;  // tokens of each that attend: 1 in decode
-  std::int32_t context;  // tokens that the last of them sees
-  std::int32_t num_heads;
-  std::int32_t sets;  // of such sequences, each with blocks of its own
-};
-
-// Mean time of one layer's attention, over all layers of all sets; their blocks are scattered. Throws
-// std::invalid_argument for a shape that does not fit.
-double time_attention(Pool& pool, const Kernels& kernels, const KvStore& cache, const AttentionShape& shape);
 
 // Mean time of a row operation on one row of `columns` elements, on the calling thread, data in cache.
 // name: rms_norm, quantize, to_bf16, add, silu_mul, or rope over heads of head_dim. Throws std::invalid_argument.

@@ -1,6 +1,7 @@
 #include "core/program.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -223,6 +224,46 @@ Program::Cut Program::cut_of(Op op) {
   }
 }
 
+const char* Program::name_of(Op op) {
+  switch (op) {
+    case Op::kEmbed:
+      return "embed";
+    case Op::kNorm:
+      return "norm";
+    case Op::kPrepare:
+      return "quantize";
+    case Op::kLinear:
+      return "linear";
+    case Op::kAngles:
+      return "angles";
+    case Op::kRope:
+      return "rope";
+    case Op::kKvWrite:
+      return "kv_write";
+    case Op::kAttention:
+      return "attention";
+    case Op::kSiluMul:
+      return "silu_mul";
+    case Op::kAdd:
+      return "add";
+    case Op::kSelect:
+      return "select";
+  }
+  throw std::logic_error("unknown instruction");
+}
+
+std::vector<Program::PhaseFacts> Program::phase_facts() const {
+  std::vector<PhaseFacts> facts;
+  for (const Phase& phase : phases_) {
+    facts.emplace_back();
+    for (std::int32_t i = phase.first; i < phase.last; ++i) {
+      facts.back().ops.emplace_back(name_of(instructions_[i].op));
+      if (instructions_[i].op == Op::kLinear) facts.back().matrices.push_back(instructions_[i].weight);
+    }
+  }
+  return facts;
+}
+
 // An instruction joins the phase before it when no barrier is needed between them: row instructions read only their own
 // rows of what the phase makes, linears read nothing of it. A select reads other rows, but it is the first to have the
 // rows of logits.
@@ -410,7 +451,16 @@ Logits Program::run(Pool& pool, const Batch& batch) {
                   reinterpret_cast<float*>(logits_memory_->data())};
   lay_out(step);
   const KernelFpu fpu;
-  for (const Phase& phase : phases_) run_phase(pool, step, phase);
+  if (phase_seconds_ != nullptr) phase_seconds_->clear();
+  for (const Phase& phase : phases_) {
+    if (phase_seconds_ == nullptr) {
+      run_phase(pool, step, phase);
+      continue;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    run_phase(pool, step, phase);
+    phase_seconds_->push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
   return {logits_memory_, num_logits, columns};
 }
 

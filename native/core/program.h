@@ -80,6 +80,16 @@ class Program {
   // written, for a batch that does not fit program or cache. One thread at a time.
   Logits run(Pool& pool, const Batch& batch);
 
+  // --- measuring
+  // What runs between two barriers: names of the instructions, and the matrices of the linears among them.
+  struct PhaseFacts {
+    std::vector<std::string> ops;
+    std::vector<std::int32_t> matrices;
+  };
+  std::vector<PhaseFacts> phase_facts() const;
+  // From now on a run puts the seconds of its phases here, in order; null ends that. Borrowed.
+  void time_phases(std::vector<double>* seconds) { phase_seconds_ = seconds; }
+
   std::int32_t num_instructions() const { return static_cast<std::int32_t>(instructions_.size()); }
   std::int64_t vocab() const { return logits_ < 0 ? 0 : values_[logits_].columns; }  // 0 before finish
   std::int32_t num_phases() const { return static_cast<std::int32_t>(phases_.size()); }
@@ -172,6 +182,7 @@ class Program {
   ValueId prepare(ValueId x, Form form);
 
   static Cut cut_of(Op op);
+  static const char* name_of(Op op);
   static std::size_t row_bytes(const Value& value);
   void make_phases();
   void assign_slots();
@@ -202,6 +213,7 @@ class Program {
   ValueId logits_ = -1;
   std::int64_t vocab_ = INT64_MAX;  // smallest embedding table
 
+  std::vector<double>* phase_seconds_ = nullptr;
   Mapping scratch_;
   std::shared_ptr<Mapping> logits_memory_;
   std::vector<std::int32_t> row_of_token_;

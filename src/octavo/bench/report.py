@@ -15,6 +15,9 @@ from octavo.bench.results import QUIET_LOAD
 from octavo.errors import ConfigError
 
 Result = Mapping[str, Any]
+_STEPS = (
+    "Where the time of a step goes: percent of the step, and in brackets how much of its roofline each part reaches."
+)
 _THROUGHPUT_COLUMNS = {
     "out_tok_s": "tok/s",
     "req_s": "req/s",
@@ -51,6 +54,7 @@ def write_report(folder: Path, out: Path, image: Literal["svg", "png"] = "svg") 
             plot_kernels(result, plots / f"{path.stem}.{image}")
             page += [*_heading(path, result), f"![kernels](plots/{path.stem}.{image})", ""]
             page += [*ceilings_table(result), "", *kernels_table(result), ""]
+            page += [_STEPS, "", *steps_table(result), ""]
         report = out / "report.md"
         report.write_text("\n".join(page), encoding="utf-8")
     except OSError as error:
@@ -82,10 +86,10 @@ def kernels_table(result: Result) -> list[str]:
             line["context"] or "",
             duration(line["median_s"]),
             duration(line["best_s"]),
-            f"{line['gb_s']:.1f}",
-            f"{line['gop_s']:.0f}" if line["operations"] else "",
-            f"{line['roofline_percent']:.0f} %",
-            line["bound"],
+            f"{line['gb_s']:.1f}" if "gb_s" in line else "",
+            f"{line['gop_s']:.0f}" if line.get("operations") else "",
+            f"{line['roofline_percent']:.0f} %" if "roofline_percent" in line else "",
+            line.get("bound", ""),
         )
         for line in result["results"]
     ]
@@ -103,6 +107,24 @@ def kernels_table(result: Result) -> list[str]:
         "bound",
     )
     return table(columns, rows, text_columns=3)
+
+
+def steps_table(result: Result) -> list[str]:
+    """Where the time of a step goes, as lines of Markdown: percent of the step, and of its own roofline in brackets."""
+    steps = [line for line in result["results"] if "phases" in line]
+    kinds = list(dict.fromkeys(kind for line in steps for kind in line["phases"]))
+    rows = []
+    for line in steps:
+        total_s = sum(phase["median_s"] for phase in line["phases"].values())
+        cells = []
+        for kind in kinds:
+            phase = line["phases"].get(kind)
+            cell = "" if phase is None else f"{100 * phase['median_s'] / total_s:.0f} %"
+            if phase is not None and phase["roofline_s"]:
+                cell += f" ({100 * phase['roofline_s'] / phase['median_s']:.0f})"
+            cells.append(cell)
+        rows.append((line["op"], line["format"], line["rows"], line["context"], duration(line["median_s"]), *cells))
+    return table(("step", "format", "rows", "context", "time", *kinds), rows, text_columns=2)
 
 
 def ceilings_table(result: Result) -> list[str]:

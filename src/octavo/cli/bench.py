@@ -63,7 +63,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
         from octavo.bench.local.kernels import Options, run_kernels
     except ImportError as error:
         raise ConfigError(f"kernels need the native backend, which does not load: {error}") from error
-    from octavo.bench.report import ceilings_table, kernels_table
+    from octavo.bench.report import ceilings_table, kernels_table, steps_table
 
     given = {name: getattr(arguments, name) for name in ("model", "rows", "isa", "threads", "rounds")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -76,12 +76,16 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     print(f"{result['machine']['cpu']}, {result['threads']} threads, {result['isa']}, model: {result['model']}")
     print(f"load average {result['load_before']:.2f} before, {result['load_after']:.2f} after\n")
     print("\n".join(ceilings_table(result)))
-    print("\nLinears cycle through the weights of all layers, attention through K and V beyond the last-level cache:")
+    print(
+        "\nEvery pass goes through the weights of all layers, so that they come from memory but for what the cache keeps:"
+    )
     for form, facts in result["weights"].items():
         weights, cache = facts["bytes"] / 2**20, facts["last_level_cache_bytes"] / 2**20
         print(f"  {form}: {weights:.0f} MiB of weights, last-level cache {cache:.0f} MiB")
     print()
     print("\n".join(kernels_table(result)))
+    print("\nWhere the time of a step goes: percent of the step, and in brackets of the part's own roofline:\n")
+    print("\n".join(steps_table(result)))
     _write(result, arguments)
     return 0
 

@@ -26,6 +26,11 @@ def _kernels() -> dict[str, Any]:
 
     ceilings = {name: {"best": 2.0, "median": 1.5} for name in ("memory_huge_pages_one_thread_gb_s", "barrier_ns")}
     lines = [line("linear gate+up", 1), line("linear gate+up", 8), line("attention decode", 1, 256)]
+    phases = {"rows": {"count": 90, "median_s": 1e-3, "roofline_s": 0.0}}
+    phases["attention"] = {"count": 30, "median_s": 3e-3, "roofline_s": 1.5e-3}
+    lines.append(line("step decode", 16, 256) | {"phases": phases})
+    bare = line("row phases", 8)
+    lines.append({key: bare[key] for key in ("op", "shape", "format", "rows", "context", "best_s", "median_s")})
     return _header("kernels") | {"isa": "avx2", "threads": 2, "ceilings": ceilings, "results": lines}
 
 
@@ -54,6 +59,8 @@ def test_report(tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]) 
     page = Path(capsys.readouterr().out.strip()).read_text()
     assert "| c16" in page
     assert "| linear gate+up" in page
+    assert "| 25 % |" in page
+    assert "75 % (50) |" in page
     assert "memory huge pages one thread, GB/s" in page
     plots = sorted((tmp_path / "plots").iterdir())
     assert [plot.suffix for plot in plots] == [f".{image}"] * 2

@@ -1,9 +1,9 @@
 """Single operations of a model on this machine against what the machine gives at most.
 
-Measures the ceilings first: memory, cache, integer and float peaks, barriers. Then every operation, on the engine's pool, kernels,
-layouts and tiles, in interleaved rounds, so that a neighbour's noise meets all alike. Operations go through all layers of the model in
-the model's order, and short caches are repeated over other memory, so that weights, K and V come from memory as they do when a step
-follows another; what stays in the last-level cache from pass to pass stays there in serving too, and can lift an operation over 100 %.
+Measures the ceilings first: memory, cache, integer and float peaks, barriers. Then a model of random weights, recorded and run as the
+engine does, phase by phase (a phase is what runs between two barriers), in interleaved rounds, so that a neighbour's noise meets all
+alike. Every pass goes through all layers, so that weights, K and V come from memory as they do in serving; what stays in the last-level
+cache from pass to pass stays there in serving too, and can lift an operation over 100 %.
 
 The roofline of an operation is max(bytes it must move / memory bandwidth, operations / peak of its arithmetic); its percentage is
 roofline time / measured time. Ceilings are those of the machine, whatever instruction set the kernels are told to use.
@@ -89,7 +89,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation must do at least. From memory, or from cache when `cached`. `threads`: that it may use, None for all."""
+    """What an operation must do at least, with bytes of memory, or of cache when `cached`."""
 
     num_bytes: float
     operations: float = 0.0
@@ -97,8 +97,18 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     cached: bool = False
 
 
+class Share(msgspec.Struct, kw_only=True):
+    """Phases of a step that are alike: how many, their costs, and the seconds of all of them together in each round."""
+
+    count: int
+    parts: tuple[Cost, ...]
+    seconds: list[float] = []
+
+
 class Operation(msgspec.Struct, kw_only=True):
-    """One line of the result, and the seconds that its rounds took. `parts`: costs that follow one another, for a whole step."""
+    """One line of the result, and the seconds that its rounds took. `parts`: costs that follow one another; none where no
+    bound is known. `shares`: what a step consists of, by kind of phase.
+    """
 
     op: str
     shape: str
@@ -107,6 +117,7 @@ class Operation(msgspec.Struct, kw_only=True):
     context: int | None = None
     parts: tuple[Cost, ...]
     single_thread: bool = False
+    shares: dict[str, Share] = {}
     seconds: list[float] = []
 
 
@@ -162,10 +173,10 @@ def run_kernels(options: Options, progress: Progress | None = None) -> dict[str,
     cache = _make_cache(spec, isa, pool, options)
     groups: list[Group] = []
     for form in options.formats:
-        bench = _FormatBench(spec, form, isa, pool, cache, options)
+        first = form is options.formats[0]  # K and V have a format of their own: one model is enough for attention
+        bench = _FormatBench(spec, form, isa, pool, cache, options, all_attention=first)
         groups += bench.groups()
         result.setdefault("weights", {})[form.value] = bench.facts()
-    groups += _attention_groups(spec, isa, pool, cache, options)
     groups += _row_groups(spec, isa, options)
     groups += _sampler_groups(spec, isa, pool, options)
 
@@ -175,8 +186,8 @@ def run_kernels(options: Options, progress: Progress | None = None) -> dict[str,
         report("ceilings", done, total)
         ceilings.measure()
         for index, group in enumerate(groups, start=1):
-            first = group.operations[0]
-            report(f"{first.op}, {first.format}, {first.rows} rows", done + index, total)
+            shown = group.operations[0]
+            report(f"{shown.op}, {shown.format}, {shown.rows} rows", done + index, total)
             for operation, seconds in zip(group.operations, group.run(), strict=True):
                 operation.seconds.append(seconds)
     report("done", total, total)
@@ -202,7 +213,7 @@ def _check(options: Options, spec: ModelSpec) -> None:
     if options.rounds < 1:
         raise ConfigError("--rounds must be at least 1", param="rounds")
     needed = 2 * options.buffer_bytes + sum(_weight_bytes(spec, form) for form in options.formats)
-    needed += _cache_blocks(spec, options) * BLOCK_SIZE * _kv_token_bytes(spec)
+    needed += _cache_blocks(options) * BLOCK_SIZE * _kv_token_bytes(spec)
     if needed > 0.8 * free_memory_bytes():
         raise ConfigError(
             f"this model in {len(options.formats)} formats needs {needed / 2**30:.1f} GiB, more than is free; "
@@ -221,15 +232,7 @@ def _weight_bytes(spec: ModelSpec, form: Format) -> int:
 
 def _line(operation: Operation, ceilings: _Ceilings) -> dict[str, Any]:
     best, median = min(operation.seconds), statistics.median(operation.seconds)
-    num_bytes = sum(part.num_bytes for part in operation.parts)
-    operations = sum(part.operations for part in operation.parts)
-    bounds = [ceilings.bound(part, operation.single_thread) for part in operation.parts]
-    roofline_s = sum(max(memory, compute) for memory, compute in bounds)
-    memory_s = sum(memory for memory, _ in bounds)
-    bound = "cache" if operation.parts[0].cached else "memory"
-    if memory_s < sum(compute for _, compute in bounds):
-        bound = "compute"
-    return {
+    line: dict[str, Any] = {
         "op": operation.op,
         "shape": operation.shape,
         "format": operation.format,
@@ -237,6 +240,26 @@ def _line(operation: Operation, ceilings: _Ceilings) -> dict[str, Any]:
         "context": operation.context,
         "best_s": best,
         "median_s": median,
+    }
+    if operation.shares:
+        line["phases"] = {
+            kind: {
+                "count": share.count,
+                "median_s": statistics.median(share.seconds),
+                "roofline_s": _roofline_s(share.parts, ceilings),
+            }
+            for kind, share in operation.shares.items()
+        }
+    if not operation.parts:
+        return line
+    num_bytes = sum(part.num_bytes for part in operation.parts)
+    operations = sum(part.operations for part in operation.parts)
+    bounds = [ceilings.bound(part, operation.single_thread) for part in operation.parts]
+    roofline_s = _roofline_s(operation.parts, ceilings, operation.single_thread)
+    bound = "cache" if operation.parts[0].cached else "memory"
+    if sum(memory for memory, _ in bounds) < sum(compute for _, compute in bounds):
+        bound = "compute"
+    return line | {
         "bytes": num_bytes,
         "operations": operations,
         "gb_s": num_bytes / median / 1e9,
@@ -246,6 +269,10 @@ def _line(operation: Operation, ceilings: _Ceilings) -> dict[str, Any]:
         "roofline_percent": 100 * roofline_s / median,
         "best_roofline_percent": 100 * roofline_s / best,
     }
+
+
+def _roofline_s(parts: Sequence[Cost], ceilings: _Ceilings, single_thread: bool = False) -> float:
+    return sum(max(ceilings.bound(part, single_thread)) for part in parts)
 
 
 class _Ceilings:
@@ -316,13 +343,67 @@ class _Ceilings:
         self._rounds.setdefault(name, []).append(value)
 
 
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of `count` sequences with `tokens` new tokens each that end at `context`, of which `logits` give a row of logits.
+
+    kind: `rows` for the linears at that number of rows, `decode` and `prompt` for whole steps, `attention` for no more than that.
+    """
+
+    kind: Literal["rows", "decode", "prompt", "attention"]
+    count: int
+    tokens: int
+    context: int
+    logits: int
+
+    @property
+    def rows(self) -> int:
+        """Tokens computed."""
+        return self.count * self.tokens
+
+
+def _cases(options: Options, *, all_attention: bool) -> list[Case]:
+    """What is measured in a format. Decode steps are those of the first context of each number of sequences, prompts whole ones."""
+    cases = [
+        Case(kind="rows", count=rows, tokens=1, context=BLOCK_SIZE, logits=rows if rows <= MOST_HEAD_ROWS else 1)
+        for rows in options.rows
+    ]
+    seen: set[int] = set()
+    for count, context in options.decode:
+        if count not in seen or all_attention:
+            kind: Literal["decode", "attention"] = "attention" if count in seen else "decode"
+            cases.append(Case(kind=kind, count=count, tokens=1, context=context, logits=count))
+        seen.add(count)
+    for tokens, context in options.prefill:
+        if tokens == context:
+            cases.append(Case(kind="prompt", count=1, tokens=tokens, context=context, logits=1))
+        elif all_attention:
+            cases.append(Case(kind="attention", count=1, tokens=tokens, context=context, logits=1))
+    return cases
+
+
+class _Phases(msgspec.Struct, frozen=True):
+    """The phases of a program that are alike: their places, and the linears in each."""
+
+    places: tuple[int, ...]
+    names: tuple[str, ...]
+
+
 class _FormatBench:
-    """A model of random weights in one format: its linears by phase, and whole steps."""
+    """A model of random weights in one format, recorded as the engine does: steps of any size, timed phase by phase."""
 
     def __init__(
-        self, spec: ModelSpec, form: Format, isa: str, pool: _native.Pool, cache: _native.KvStore, options: Options
+        self,
+        spec: ModelSpec,
+        form: Format,
+        isa: str,
+        pool: _native.Pool,
+        cache: _native.KvStore,
+        options: Options,
+        *,
+        all_attention: bool,
     ) -> None:
-        self._spec, self._form, self._isa, self._pool, self._options = spec, form, isa, pool, options
+        self._spec, self._form, self._pool, self._options = spec, form, pool, options
+        self._all_attention = all_attention
         self._native = _native.Weights()
         self._handles: dict[str, CpuWeight] = {}
         for name, shape in spec.weight_shapes().items():
@@ -344,176 +425,164 @@ class _FormatBench:
                 raw[n, k] = random_matrix(self._format_of(name), n, k, seed=(n, k))
             self._native.fill_matrix(pool, handle.index, raw[n, k])
         self._program.bind(cache)
+        self._phases = self._kinds_of_phases()
 
     def facts(self) -> dict[str, int]:
         """Bytes of the weights, and of the cache that some of them may stay in from one pass to the next."""
         return {"bytes": self._native.bytes, "last_level_cache_bytes": _last_cache_bytes()}
 
     def groups(self) -> list[Group]:
-        """Linears at every number of rows, and steps."""
-        return [self._linears(rows) for rows in self._options.rows] + self._steps()
+        """All cases."""
+        return [self._group(case) for case in _cases(self._options, all_attention=self._all_attention)]
 
     def _format_of(self, name: str) -> Format:
         return embedding_format(self._form) if name in ("embed", "head") else self._form
 
-    def _layer_phases(self) -> dict[str, list[str]]:
-        """Linears that run between two barriers."""
-        return {"q+k+v": ["q", "k", "v"], "o": ["o"], "gate+up": ["gate", "up"], "down": ["down"]}
+    def _kinds_of_phases(self) -> dict[str, _Phases]:
+        """Phases of the program by what is in them: linears by name, attention, rows for all that couples no rows with weights."""
+        names = {handle.index: name for name, handle in self._handles.items() if len(handle.shape) == 2}
+        places: dict[str, list[int]] = {}
+        linears: dict[str, tuple[str, ...]] = {}
+        for place, (ops, matrices) in enumerate(_native.bench_phase_facts(self._program)):
+            if matrices:
+                used = tuple(names[index] for index in matrices)
+                parts = ["head" if name == "embed" else name.rsplit(".", 1)[-1] for name in used]
+                kind = f"linear {'+'.join(parts)}"
+                linears.setdefault(kind, used)
+            else:
+                kind = "attention" if "attention" in ops else "rows"
+            places.setdefault(kind, []).append(place)
+        return {kind: _Phases(tuple(found), linears.get(kind, ())) for kind, found in places.items()}
 
-    def _linears(self, rows: int) -> Group:
-        """One pass over the model in its order, each phase timed; an operation is the mean over the layers."""
-        phases = self._layer_phases()
-        order = [
-            [self._handles[f"layers.{layer}.{name}"].index for name in names]
-            for layer in range(self._spec.num_layers)
-            for names in phases.values()
-        ]
-        operations = [self._linear_operation(op, names, rows) for op, names in phases.items()]
-        with_head = rows <= MOST_HEAD_ROWS
-        if with_head:
-            head = self._handles["embed" if self._spec.tied_head else "head"]
-            order.append([head.index])
-            operations.append(self._linear_operation("head", [], rows))
+    def _group(self, case: Case) -> Group:
+        """Times a step's phases; an operation is the mean of the phases that are alike, or all row phases together."""
+        batch = _batch(case, self._spec.vocab_size)
+        operations = self._operations(case)
 
         def run() -> list[float]:
             passes: list[list[float]] = []
             started = time.perf_counter()
             while not passes or time.perf_counter() - started < self._options.min_seconds:
-                seconds = _native.bench_linears(self._pool, self._isa, self._native, order, rows)
-                layers = len(seconds) - with_head
-                means = [sum(seconds[i : layers : len(phases)]) / self._spec.num_layers for i in range(len(phases))]
-                passes.append(means + seconds[layers:])
-            return [statistics.median(column) for column in zip(*passes, strict=True)]
+                passes.append(_native.bench_phases(self._program, self._pool, *batch))
+            for operation in operations.values():
+                for kind, share in operation.shares.items():
+                    share.seconds.append(self._median_of(kind, passes))
+            return [
+                self._median_of(kind, passes) / (1 if kind in ("step", "rows") else len(self._phases[kind].places))
+                for kind in operations
+            ]
 
-        return Group(tuple(operations), run)
+        self._program.run(self._pool, *batch[:3], [batch[3]], batch[4])  # makes its scratch memory
+        return Group(tuple(operations.values()), run)
 
-    def _linear_operation(self, op: str, names: list[str], rows: int) -> Operation:
-        shapes = [self._handles[f"layers.0.{name}"].shape for name in names] or [
-            self._handles["embed" if self._spec.tied_head else "head"].shape
-        ]
-        form = self._form if names else self._format_of("head")
-        n, k = sum(shape[0] for shape in shapes), shapes[0][1]
+    def _median_of(self, kind: str, passes: Sequence[Sequence[float]]) -> float:
+        """Seconds of all phases of a kind, or of the whole step: the median of the passes."""
+        if kind == "step":
+            return statistics.median(map(sum, passes))
+        places = self._phases[kind].places
+        return statistics.median(sum(seconds[place] for place in places) for seconds in passes)
+
+    def _operations(self, case: Case) -> dict[str, Operation]:
+        """What a case says something about, by kind of phase, or `step` for all phases."""
+        if case.kind == "rows":
+            kinds = [kind for kind in self._phases if kind != "attention"]
+            if case.logits < case.rows:
+                kinds.remove("linear head")
+            return {kind: self._phase_operation(kind, case) for kind in kinds}
+        operations = {}
+        if case.kind != "attention":
+            operations["step"] = self._step_operation(case)
+        if self._all_attention and "attention" in self._phases:
+            operations["attention"] = self._phase_operation("attention", case)
+        return operations
+
+    def _phase_operation(self, kind: str, case: Case) -> Operation:
+        spec, names = self._spec, self._phases[kind].names
+        if kind == "attention":
+            return Operation(
+                op=f"attention {'decode' if case.tokens == 1 else 'prefill'}",
+                shape=f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}",
+                format="bf16",
+                rows=case.rows,
+                context=case.context,
+                parts=(_attention_cost(spec, case),),
+            )
+        if kind == "rows":
+            shape = f"{len(self._phases[kind].places)} phases"
+            return Operation(op="row phases", shape=shape, format=self._form.value, rows=case.rows, parts=())
+        n, k = sum(self._handles[name].shape[0] for name in names), self._handles[names[0]].shape[1]
         return Operation(
-            op=f"linear {op}",
+            op=kind,
             shape=f"{n} x {k}",
-            format=form.value,
-            rows=rows,
-            parts=(_linear_cost(form, n, k, rows),),
+            format=self._format_of(names[0]).value,
+            rows=case.rows,
+            parts=(self._linear_cost(kind, case),),
         )
 
-    def _steps(self) -> list[Group]:
-        return [self._step(*case) for case in _step_cases(self._options)]
-
-    def _step(self, kind: str, count: int, tokens: int, context: int) -> Group:
-        """A whole forward of the engine: `count` sequences of `tokens` new tokens that end at `context`."""
-        spec, options, columns = self._spec, self._options, _blocks(context)
-        table = np.random.default_rng(0).permutation(count * columns).astype(np.int32).reshape(count, columns)
-        positions = np.tile(np.arange(context - tokens, context, dtype=np.int32), count)
-        starts = np.arange(0, count * tokens + 1, tokens, dtype=np.int32)
-        ids = np.random.default_rng(1).integers(0, spec.vocab_size, count * tokens).astype(np.int32)
-        last = (starts[1:] - 1).astype(np.int32)
-        rows = count * tokens
-        layer = [
-            _linear_cost(self._form, sum(shape[0] for shape in shapes), shapes[0][1], rows)
-            for names in self._layer_phases().values()
-            if (shapes := [self._handles[f"layers.0.{name}"].shape for name in names])
-        ]
-        layer.append(_attention_cost(spec, count, tokens, context))
-        head = _linear_cost(self._format_of("head"), spec.vocab_size, spec.hidden, count)
-        self._program.run(self._pool, ids, positions, starts, [table], last)
-
-        def run() -> list[float]:
-            seconds: list[float] = []
-            started = time.perf_counter()
-            while not seconds or time.perf_counter() - started < options.min_seconds:
-                begin = time.perf_counter()
-                self._program.run(self._pool, ids, positions, starts, [table], last)
-                seconds.append(time.perf_counter() - begin)
-            return [statistics.median(seconds)]
-
-        operation = Operation(
-            op=f"step {kind}",
-            shape=f"{spec.num_layers} layers",
+    def _step_operation(self, case: Case) -> Operation:
+        shares = {}
+        for kind, phases in self._phases.items():
+            count = len(phases.places)
+            cost: tuple[Cost, ...] = ()
+            if kind == "attention":
+                cost = (_attention_cost(self._spec, case),)
+            elif kind != "rows":
+                cost = (self._linear_cost(kind, case),)
+            shares[kind] = Share(count=count, parts=cost * count)
+        return Operation(
+            op=f"step {case.kind}",
+            shape=f"{self._spec.num_layers} layers",
             format=self._form.value,
-            rows=rows,
-            context=context,
-            parts=(*layer * spec.num_layers, head),
+            rows=case.rows,
+            context=case.context,
+            parts=tuple(part for share in shares.values() for part in share.parts),
+            shares=shares,
         )
-        return Group((operation,), run)
+
+    def _linear_cost(self, kind: str, case: Case) -> Cost:
+        """Stored weights once; inputs and outputs stay in cache."""
+        rows = case.logits if kind == "linear head" else case.rows
+        matrices = [(self._format_of(name), self._handles[name].shape) for name in self._phases[kind].names]
+        return Cost(
+            num_bytes=sum(form.num_bytes(n * k) for form, (n, k) in matrices),
+            operations=sum(2.0 * n * k * rows for _, (n, k) in matrices),
+            arithmetic=_ARITHMETIC[matrices[0][0]],
+        )
 
 
-def _linear_cost(form: Format, n: int, k: int, rows: int) -> Cost:
-    """Stored weights once; inputs and outputs stay in cache."""
-    return Cost(num_bytes=form.num_bytes(n * k), operations=2.0 * n * k * rows, arithmetic=_ARITHMETIC[form])
+def _batch(case: Case, vocab: int) -> tuple[Any, Any, Any, Any, Any]:
+    """tokens, positions, row_starts, table, logit_rows of a case. Blocks are scattered over the cache."""
+    random, columns = np.random.default_rng(0), _blocks(case.context)
+    starts = np.arange(0, case.rows + 1, case.tokens, dtype=np.int32)
+    return (
+        random.integers(0, vocab, case.rows).astype(np.int32),
+        np.tile(np.arange(case.context - case.tokens, case.context, dtype=np.int32), case.count),
+        starts,
+        random.permutation(case.count * columns).astype(np.int32).reshape(case.count, columns),
+        (starts[1:] - 1)[-case.logits :].astype(np.int32),
+    )
 
 
-def _attention_cost(spec: ModelSpec, rows: int, queries: int, context: int) -> Cost:
+def _attention_cost(spec: ModelSpec, case: Case) -> Cost:
     """K and V once; two products per head and pair of tokens that see each other."""
-    pairs = rows * (queries * context - queries * (queries - 1) // 2)
+    pairs = case.count * (case.tokens * case.context - case.tokens * (case.tokens - 1) // 2)
     return Cost(
-        num_bytes=rows * context * _kv_token_bytes(spec) / spec.num_layers,
+        num_bytes=case.count * case.context * _kv_token_bytes(spec) / spec.num_layers,
         operations=4.0 * pairs * spec.num_heads * spec.head_dim,
         arithmetic="f32",
     )
 
 
-def _attention_cases(spec: ModelSpec, options: Options) -> list[tuple[str, int, int, int, int]]:
-    """(kind, sequences, tokens of each, context, sets). Decode goes over so many sets of sequences that it reads from memory; in
-    prefill K and V have just been written.
-    """
-    cold_bytes = 3 * _last_cache_bytes() if options.buffer_bytes > _last_cache_bytes() else 0
-    cases = []
-    for count, context in options.decode:
-        set_bytes = count * _blocks(context) * BLOCK_SIZE * _kv_token_bytes(spec)
-        cases.append(("decode", count, 1, context, max(1, -(-cold_bytes // set_bytes))))
-    return cases + [("prefill", 1, tokens, context, 1) for tokens, context in options.prefill]
-
-
-def _step_cases(options: Options) -> list[tuple[str, int, int, int]]:
-    """(kind, sequences, tokens of each, context): decode of each number of sequences at its first context, and whole prompts."""
-    decode: dict[int, int] = {}
-    for count, context in options.decode:
-        decode.setdefault(count, context)
-    cases = [("decode", count, 1, context) for count, context in decode.items()]
-    return cases + [("prompt", 1, tokens, context) for tokens, context in options.prefill if tokens == context]
-
-
-def _cache_blocks(spec: ModelSpec, options: Options) -> int:
-    cases = [(count * sets, context) for _, count, _, context, sets in _attention_cases(spec, options)]
-    cases += [(count, context) for _, count, _, context in _step_cases(options)]
-    return max((count * _blocks(context) for count, context in cases), default=1)
+def _cache_blocks(options: Options) -> int:
+    return max(case.count * _blocks(case.context) for case in _cases(options, all_attention=True))
 
 
 def _make_cache(spec: ModelSpec, isa: str, pool: _native.Pool, options: Options) -> _native.KvStore:
     """One KV cache for all cases, every page of it written."""
     layers = list(range(spec.num_layers))
-    cache = _native.KvStore(
-        False, BLOCK_SIZE, [(layers, _cache_blocks(spec, options), spec.num_kv_heads, spec.head_dim, 0)]
-    )
+    cache = _native.KvStore(False, BLOCK_SIZE, [(layers, _cache_blocks(options), spec.num_kv_heads, spec.head_dim, 0)])
     _native.bench_fill_cache(pool, isa, cache)
     return cache
-
-
-def _attention_groups(
-    spec: ModelSpec, isa: str, pool: _native.Pool, cache: _native.KvStore, options: Options
-) -> list[Group]:
-    """Decode and prefill attention of one layer."""
-
-    def group(kind: str, count: int, queries: int, context: int, sets: int) -> Group:
-        operation = Operation(
-            op=f"attention {kind}",
-            shape=f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}",
-            format="bf16",
-            rows=count * queries,
-            context=context,
-            parts=(_attention_cost(spec, count, queries, context),),
-        )
-        return Group(
-            (operation,),
-            lambda: [_native.bench_attention(pool, isa, cache, count, queries, context, spec.num_heads, sets)],
-        )
-
-    return [group(*case) for case in _attention_cases(spec, options)]
 
 
 def _row_groups(spec: ModelSpec, isa: str, options: Options) -> list[Group]:
