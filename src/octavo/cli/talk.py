@@ -129,12 +129,15 @@ class RemoteTalker:
             reply = self._open(connection, "POST", path, {**body, "model": model, "stream": True})
             for line in reply:
                 payload = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or payload == b"[DONE]":
+                if not line.startswith(b"data:"):
                     continue
+                if payload == b"[DONE]":
+                    return
                 event = json.loads(payload)
                 if "error" in event:
                     raise OctavoError(event["error"]["message"])
                 yield from event["choices"]
+            raise ModelUnavailableError("the server broke off in the middle of its answer")
         except OSError as error:
             raise ModelUnavailableError(
                 f"the server does not answer: {error}; is it running, and is --url right?"

@@ -133,6 +133,11 @@ class _Rude(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"<html>" if self.path.startswith("/html") else b"{}")
 
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"text": "half"}]}\n\n')
+
     def log_message(self, *arguments: object) -> None:
         pass
 
@@ -152,6 +157,13 @@ def rude_server() -> Iterator[str]:
 def test_other_servers_are_told_apart(rude_server: str, path: str) -> None:
     with pytest.raises(ModelUnavailableError, match="no OpenAI server"):
         list(RemoteTalker(rude_server + path, None, None).complete("x", {}))
+
+
+def test_half_an_answer_is_a_failure(rude_server: str) -> None:
+    pieces = RemoteTalker(rude_server, None, "m").complete("x", {})
+    assert next(pieces) == "half"
+    with pytest.raises(ModelUnavailableError, match="broke off"):
+        next(pieces)
 
 
 @pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "http://h:70000", "http://[::1"])
