@@ -54,14 +54,15 @@ def plot_throughput(results: Sequence[Result], path: Path) -> None:
         for number, result in enumerate(results):
             lines = {line["workload"]: line for line in result["results"]}
             places = [index for index, name in enumerate(workloads) if key in lines.get(name, {})]
-            axis.bar(
+            bars = axis.bar(
                 [place + number * width for place in places],
                 [lines[workloads[place]][key] for place in places],
                 width=width,
-                label=f"{result['commit']}, {result['batching']}",
+                label=f"{Path(result['model']).stem}, {result['batching']}, {result['commit']}",
             )
+            axis.bar_label(bars, fmt="{:.3g}", fontsize="small")
         axis.set_xticks([place + 0.4 - width / 2 for place in range(len(workloads))], workloads)
-        axis.set(title=title, yscale="log")
+        axis.set(title=title)
     axes[0].legend()
     _save(figure, path, results[-1])
 
