@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 CPP := $(wildcard native/*/*.cpp native/*/*.h tests/native/*.cpp tests/native/*.h)
 NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
 
-.PHONY: setup format check test native-test soak soak-short clean
+.PHONY: setup format check test bench native-test soak soak-short clean
 
 setup: ## virtual environment with octavo (editable) and all tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -25,6 +25,11 @@ check: ## format, lint, types and the import rule, without changing anything
 
 test: ## all Python tests
 	$(BIN)/pytest
+
+bench: ## kernels and offline throughput into benchmarks/results, then the report
+	$(BIN)/octavo bench kernels
+	$(BIN)/octavo bench throughput
+	$(BIN)/octavo bench report
 
 native-test: ## C++ tests under ASan + UBSan, and the threads under TSan
 	$(NATIVE_TESTS) -B build/asan -DOCTAVO_SANITIZE=address,undefined

@@ -11,6 +11,7 @@ import pytest
 
 from octavo.bench.local.random_weights import random_matrix, random_rows
 from octavo.bench.local.synthesize import FORMATS, Shape, byte_level_tokenizer, synthesize
+from octavo.cli.main import main
 from octavo.errors import ConfigError
 from octavo.frontend.llm import LLM
 from octavo.frontend.params import SamplingParams
@@ -131,6 +132,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         synthesize(tmp_path / "m.gguf", TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--layers 1 --hidden 32 --heads 1 --kv-heads 1 --head-dim 32 --ffn 64 --vocab 300 --context 64".split()
+    out = tmp_path / "made.gguf"
+    assert main(["bench", "synthesize", str(out), *sizes, "--format", "bf16", "--seed", "3"]) == 0
+    assert "million parameters" in capsys.readouterr().out
+    assert open_checkpoint(str(out)).name == "made"
+    assert main(["bench", "synthesize", str(out), *sizes]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["bench", "synthesize", str(out), *sizes, "--force"]) == 0
+    assert main(["bench", "synthesize", str(tmp_path / "made.bin"), *sizes]) == 2
+    assert main(["bench", "synthesize", str(tmp_path / "other.gguf"), "--seed", "-1", *sizes]) == 2
 
 
 @pytest.mark.parametrize("vocab", [260, 700, 1000, 49152])
