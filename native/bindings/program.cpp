@@ -128,7 +128,7 @@ void register_program(nb::module_& m) {
       .def("silu_mul", &Program::silu_mul, "gate"_a, "up"_a)
       .def("add", &Program::add, "a"_a, "b"_a)
       .def("select", &Program::select, "x"_a)
-      .def("finish", &Program::finish, "logits"_a)
+      .def("finish", &Program::finish, "logits"_a, nb::kw_only(), "fuse"_a = true)
       .def("bind", &Program::bind, "cache"_a)
       .def("run", &run, "pool"_a, nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("row_starts").noconvert(), nb::arg("tables").noconvert(), nb::arg("logit_rows").noconvert(),

@@ -204,7 +204,7 @@ PeakLoop fastest_loop(Peak peak) {
 void meet(Pool& pool) {
   const std::int32_t threads = pool.threads();
   std::atomic<std::int32_t> present{0};
-  pool.parallel_for(threads, [&](std::int32_t) {
+  pool.on_every_thread([&](int) {
     present.fetch_add(1);
     for (std::int32_t spins = 0; present.load(std::memory_order_acquire) < threads; ++spins)
       if (spins > 1000) std::this_thread::yield();
@@ -257,7 +257,7 @@ double measure_peak(Pool& pool, Peak peak, std::int64_t loops) {
   if (loop.run == nullptr) return 0;
   const KernelFpu fpu;
   const Clock clock;
-  pool.parallel_for(pool.threads(), [&](std::int32_t) { loop.run(loops); });
+  pool.on_every_thread([&](int) { loop.run(loops); });
   return static_cast<double>(loop.operations * kChains * loops) * pool.threads() / clock.seconds();
 }
 

@@ -2,10 +2,12 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <stdexcept>
@@ -17,8 +19,21 @@
 namespace octavo {
 namespace {
 
-// Longer than the gaps between the loops of a step, shorter than anything a user or a neighbour process would notice.
-constexpr auto kSpin = std::chrono::microseconds(50);
+using std::chrono::microseconds;
+
+// A helper waits for the next loop: spinning, then letting others go first, then asleep. The second ends after the
+// usual gap between two steps. The caller waits for tiles that were begun: spinning, then asleep, which lets the system
+// move a helper that has lost its core to this one.
+constexpr auto kHelperSpin = microseconds(50);
+constexpr auto kHelperYield = microseconds(250);
+constexpr auto kCallerSpin = microseconds(50);
+
+// A wait that no tile explains: a caller computes about eight tiles of a loop.
+constexpr auto kLeastStall = microseconds(100);
+constexpr int kFirstMultiple = 4;
+constexpr int kMostMultiple = 64;
+constexpr auto kLongestAlone = std::chrono::milliseconds(250);
+constexpr int kRareStalls = 16;  // times its length between two stalls: worth it
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -40,28 +55,57 @@ void futex_wake(std::atomic<Word>& word, int threads) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
 }
 
-// Spins until ready() or until kSpin has passed; says which. The clock is read only now and then.
+// What a thread does first when it waits: about a microsecond of spinning.
 template <typename Ready>
-bool spin_until(const Ready& ready) {
+bool spin_briefly(const Ready& ready) {
   for (int i = 0; i < 64; ++i) {
     if (ready()) return true;
     pause();
   }
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (ready()) return true;
-      pause();
-    }
-  } while (std::chrono::steady_clock::now() < deadline);
   return false;
 }
 
+// Spins until ready() or until `time` has passed; says which. The clock is read only now and then.
+template <typename Ready>
+bool spin_until(const Ready& ready, Contention::Clock::duration time) {
+  const auto deadline = Contention::Clock::now() + time;
+  do {
+    if (spin_briefly(ready)) return true;
+  } while (Contention::Clock::now() < deadline);
+  return false;
+}
+
+template <typename Ready>
+bool yield_until(const Ready& ready, Contention::Clock::duration time) {
+  const auto deadline = Contention::Clock::now() + time;
+  do {
+    if (ready()) return true;
+    sched_yield();
+  } while (Contention::Clock::now() < deadline);
+  return false;
+}
+
+// A generation and two numbers of 16 bits in one word.
+constexpr std::uint64_t pack(std::uint32_t generation, std::uint32_t upper, std::uint32_t lower) {
+  return std::uint64_t{generation} << 32 | upper << 16 | lower;
+}
+constexpr std::uint32_t generation_of(std::uint64_t word) { return static_cast<std::uint32_t>(word >> 32); }
+constexpr std::uint32_t upper_of(std::uint64_t word) { return static_cast<std::uint32_t>(word) >> 16; }
+constexpr std::uint32_t lower_of(std::uint64_t word) { return static_cast<std::uint32_t>(word) & 0xffff; }
+
 }  // namespace
+
+void Contention::waited(Clock::duration worked, Clock::duration waited, Clock::time_point now) {
+  if (waited < kLeastStall + worked / 2) return;
+  const bool rare = now - alone_until_ >= kRareStalls * waited;
+  multiple_ = rare ? kFirstMultiple : std::clamp(2 * multiple_, kFirstMultiple, kMostMultiple);
+  alone_until_ = now + std::min<Clock::duration>(multiple_ * waited, kLongestAlone);
+}
 
 Pool::Pool(int threads) : owner_(getpid()) {
   if (threads < 1 || threads > 1024)
     throw std::invalid_argument("threads must be in 1..1024, got " + std::to_string(threads));
+  ranges_ = std::make_unique<Range[]>(static_cast<std::size_t>(threads));
   // Signals are for the threads of the embedding program.
   sigset_t all, before;
   sigfillset(&all);
@@ -69,7 +113,7 @@ Pool::Pool(int threads) : owner_(getpid()) {
   try {
     helpers_.reserve(static_cast<std::size_t>(threads - 1));
     for (int i = 1; i < threads; ++i) {
-      helpers_.emplace_back([this] { help(); });
+      helpers_.emplace_back([this, i] { help(i); });
       pthread_setname_np(helpers_.back().native_handle(), ("octavo-" + std::to_string(i)).c_str());
     }
   } catch (...) {
@@ -84,8 +128,9 @@ Pool::~Pool() { stop(); }
 
 void Pool::stop() {
   stopping_.store(true);
-  generation_.fetch_add(1);
-  futex_wake(generation_, INT_MAX);
+  published_.fetch_add(std::uint64_t{1} << 32);
+  wakes_.fetch_add(1);
+  futex_wake(wakes_, INT_MAX);
   if (getpid() == owner_) {
     for (std::thread& helper : helpers_) helper.join();
   } else {
@@ -96,64 +141,133 @@ void Pool::stop() {
   helpers_.clear();
 }
 
-void Pool::run(const Job& job) {
-  job_ = job;
-  finished_.store(0, std::memory_order_relaxed);
-  unclaimed_.store(job.tiles, std::memory_order_release);
-  // Sequentially consistent, paired with help(): either the helper sees the new generation or we see that it sleeps.
-  generation_.fetch_add(1);
-  if (sleepers_.load() > 0) futex_wake(generation_, job.tiles - 1);
-  claim_tiles();
-  const auto done = [&] { return finished_.load(std::memory_order_acquire) == job.tiles; };
-  if (!spin_until(done)) {
-    caller_sleeps_.store(true);
-    for (;;) {
-      const std::int32_t finished = finished_.load();
-      if (finished == job.tiles) break;
-      futex_wait(finished_, finished);
+void Pool::run(Call call, const void* context, std::int32_t tiles, Claim claim) {
+  for (std::int32_t first = 0; first < tiles; first += kMostTiles) {
+    const Job job{call, context, first, std::min(kMostTiles, tiles - first), claim};
+    if (job.tiles > 1 && !helpers_.empty()) {
+      const auto now = Contention::Clock::now();
+      if (claim == Claim::kOwn || !contention_.alone(now)) {
+        share(job, now);
+        continue;
+      }
     }
-    caller_sleeps_.store(false, std::memory_order_relaxed);
+    compute(job, {0, job.tiles}, 0);
   }
-  std::exception_ptr error;
-  {
-    const std::lock_guard lock(error_mutex_);
-    error = std::exchange(error_, nullptr);
-  }
-  if (error) std::rethrow_exception(error);
+  rethrow();
 }
 
-void Pool::claim_tiles() {
-  std::int32_t unclaimed = unclaimed_.load(std::memory_order_relaxed);
-  while (unclaimed > 0) {
-    // Acquire: the job was published by the store that these decrements continue, so it may be read only after a claim.
-    if (!unclaimed_.compare_exchange_weak(unclaimed, unclaimed - 1, std::memory_order_acquire,
-                                          std::memory_order_relaxed))
-      continue;
+void Pool::share(const Job& job, Contention::Clock::time_point started) {
+  job_ = job;
+  const auto generation = generation_of(published_.load(std::memory_order_relaxed)) + 1;
+  const std::uint64_t published =
+      pack(generation, static_cast<std::uint32_t>(job.claim), static_cast<std::uint32_t>(job.tiles));
+  // Sequentially consistent, paired with sleep_while(): either the helper sees the job or we see that it sleeps.
+  published_.store(published);
+  if (sleepers_.load() > 0) {
+    wakes_.fetch_add(1);
+    futex_wake(wakes_, job.tiles - 1);
+  }
+  const std::int32_t mine = work(published, 0);
+  expected_ += static_cast<std::uint32_t>(job.tiles - mine);
+  if (!spin_briefly([&] { return finished_.load(std::memory_order_acquire) == expected_; })) {
+    const auto worked_until = Contention::Clock::now();
+    wait();
+    const auto now = Contention::Clock::now();
+    contention_.waited(worked_until - started, now - worked_until, now);
+  }
+}
+
+void Pool::wait() {
+  if (spin_until([&] { return finished_.load(std::memory_order_acquire) == expected_; }, kCallerSpin)) return;
+  caller_sleeps_.store(true);
+  for (;;) {
+    const std::uint32_t finished = finished_.load();
+    if (finished == expected_) break;
+    futex_wait(finished_, finished);
+  }
+  caller_sleeps_.store(false, std::memory_order_relaxed);
+}
+
+void Pool::rethrow() {
+  const std::lock_guard lock(error_mutex_);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+// Tiles of the owner's range, or none when none are left. What a claim returns belongs to the published job, which
+// cannot end before they have been computed: when it has ended, words of its generation and of later ones hold no tile
+// of it, and words of earlier ones stand for empty ranges.
+Pool::Tiles Pool::claim(std::uint64_t published, int owner, bool front) {
+  const std::uint32_t generation = generation_of(published);
+  const auto how = static_cast<Claim>(upper_of(published));
+  const auto tiles = static_cast<std::int32_t>(lower_of(published));
+  std::atomic<std::uint64_t>& word = ranges_[static_cast<std::size_t>(owner)].word;
+  std::uint64_t seen = word.load(std::memory_order_relaxed);
+  for (;;) {
+    const auto age = static_cast<std::int32_t>(generation - generation_of(seen));
+    if (age < 0) return {0, 0};  // this thread is late: another job has begun
+    Tiles rest{static_cast<std::int32_t>(upper_of(seen)), static_cast<std::int32_t>(lower_of(seen))};
+    if (age > 0) rest = {tiles * owner / threads(), tiles * (owner + 1) / threads()};
+    if (rest.count() == 0) return rest;
+    const std::int32_t count = how == Claim::kOne ? 1 : how == Claim::kHalf ? (rest.count() + 1) / 2 : rest.count();
+    Tiles taken = rest;
+    if (front)
+      taken.end = rest.begin = rest.begin + count;
+    else
+      taken.begin = rest.end = rest.end - count;
+    const std::uint64_t left =
+        pack(generation, static_cast<std::uint32_t>(rest.begin), static_cast<std::uint32_t>(rest.end));
+    if (word.compare_exchange_weak(seen, left, std::memory_order_relaxed)) return taken;
+  }
+}
+
+// Computes tiles until none is left; returns how many.
+std::int32_t Pool::work(std::uint64_t published, int thread) {
+  std::int32_t done = 0;
+  const int victims = static_cast<Claim>(upper_of(published)) == Claim::kOwn ? 1 : threads();
+  for (int i = 0; i < victims; ++i) {
+    for (;;) {
+      const Tiles tiles = claim(published, (thread + i) % threads(), i == 0);
+      if (tiles.count() == 0) break;
+      compute(job_, tiles, thread);
+      done += tiles.count();
+    }
+  }
+  return done;
+}
+
+void Pool::compute(const Job& job, Tiles tiles, int thread) {
+  for (std::int32_t begin = tiles.begin; begin < tiles.end;) {
+    const std::int32_t end = job.claim == Claim::kOne ? begin + 1 : tiles.end;
     try {
-      job_.call(job_.context, job_.tiles - unclaimed);
+      job.call(job.context, job.first + begin, job.first + end, thread);
     } catch (...) {
       const std::lock_guard lock(error_mutex_);
       if (!error_) error_ = std::current_exception();
     }
-    finished_.fetch_add(1);  // after this the job may change
-    if (caller_sleeps_.load()) futex_wake(finished_, 1);
-    unclaimed = unclaimed_.load(std::memory_order_relaxed);
+    begin = end;
   }
 }
 
-void Pool::help() {
+void Pool::sleep_while(std::uint64_t published) {
+  const std::uint32_t wakes = wakes_.load();
+  sleepers_.fetch_add(1);
+  if (published_.load() == published) futex_wait(wakes_, wakes);
+  sleepers_.fetch_sub(1);
+}
+
+void Pool::help(int thread) {
   const KernelFpu fpu;
-  std::uint32_t seen = 0;
-  while (true) {
-    const auto changed = [&] { return generation_.load(std::memory_order_acquire) != seen; };
-    if (!spin_until(changed)) {
-      sleepers_.fetch_add(1);
-      while (generation_.load() == seen) futex_wait(generation_, seen);
-      sleepers_.fetch_sub(1);
-    }
+  std::uint64_t seen = 0;
+  for (;;) {
+    const auto changed = [&] { return published_.load(std::memory_order_acquire) != seen; };
+    if (!spin_until(changed, kHelperSpin) && !yield_until(changed, kHelperYield))
+      while (!changed()) sleep_while(seen);
     if (stopping_.load(std::memory_order_acquire)) return;
-    seen = generation_.load(std::memory_order_acquire);
-    claim_tiles();
+    seen = published_.load(std::memory_order_acquire);
+    const std::int32_t done = work(seen, thread);
+    if (done == 0) continue;
+    finished_.fetch_add(static_cast<std::uint32_t>(done));  // after this the job may change
+    if (caller_sleeps_.load()) futex_wake(finished_, 1);
   }
 }
 

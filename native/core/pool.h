@@ -1,22 +1,42 @@
 // The thread pool: the calling thread and N - 1 helpers share the tiles of one loop at a time.
 //
-// Tiles are claimed one by one, so a late or descheduled thread delays only tiles that it has already claimed; a thread
-// that never wakes up delays nothing. Waiting is a bounded spin, then a futex: an idle pool uses no CPU, and a pool
-// whose cores are busy with other work gives way to it. Who computes a tile is not defined, so a tile's result must not
-// depend on it.
+// Each thread has a range of consecutive tiles and takes them from its front, so that in every step the same thread
+// reads the same weights, in order; who has none left takes from the back of another's range. So a thread that is late,
+// or never comes, delays nothing but tiles that it has begun. Against that there is `Contention`. Waiting is a bounded
+// spin, then a futex: an idle pool uses no CPU, and a pool whose cores are busy with other work gives way to it. Who
+// computes a tile is not defined, so a tile's result must not depend on it.
 #pragma once
 
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <type_traits>
 #include <vector>
 
 namespace octavo {
+
+// When to compute without helpers. A helper that loses its core to another process in the middle of a tile holds up the
+// whole loop for a time slice, several milliseconds. After such a stall the caller computes alone for a multiple of
+// what it cost, then tries again; the multiple grows while stalls keep coming.
+class Contention {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  bool alone(Clock::time_point now) const { return now < alone_until_; }
+
+  // In a shared loop the caller had no tile left after `worked` and then waited for the others.
+  void waited(Clock::duration worked, Clock::duration waited, Clock::time_point now);
+
+ private:
+  Clock::time_point alone_until_{};
+  int multiple_ = 0;
+};
 
 class Pool {
  public:
@@ -36,35 +56,80 @@ class Pool {
   // is thrown here.
   template <typename Body>
   void parallel_for(std::int32_t tiles, const Body& body) {
-    static_assert(std::is_invocable_v<const Body&, std::int32_t>);
-    if (tiles <= 0) return;
-    if (tiles == 1 || helpers_.empty()) {
-      for (std::int32_t tile = 0; tile < tiles; ++tile) body(tile);
-      return;
-    }
-    run({[](const void* context, std::int32_t tile) { (*static_cast<const Body*>(context))(tile); }, &body, tiles});
+    const auto call = [](const void* context, std::int32_t begin, std::int32_t end, int) {
+      for (std::int32_t tile = begin; tile < end; ++tile) (*static_cast<const Body*>(context))(tile);
+    };
+    run(call, &body, tiles, Claim::kOne);
+  }
+
+  // The same for body(begin, end, thread), which computes several consecutive tiles: as many as leave the others enough
+  // to do. `thread` is below threads(), and no two threads have the same at a time.
+  template <typename Body>
+  void parallel_ranges(std::int32_t tiles, const Body& body) {
+    const auto call = [](const void* context, std::int32_t begin, std::int32_t end, int thread) {
+      (*static_cast<const Body*>(context))(begin, end, thread);
+    };
+    run(call, &body, tiles, Claim::kHalf);
+  }
+
+  // Calls body(thread) once on every thread and waits for all of them, however long other processes keep them from
+  // their cores: to measure, not to compute.
+  template <typename Body>
+  void on_every_thread(const Body& body) {
+    const auto call = [](const void* context, std::int32_t, std::int32_t, int thread) {
+      (*static_cast<const Body*>(context))(thread);
+    };
+    run(call, &body, threads(), Claim::kOwn);
   }
 
  private:
+  // How many tiles of a range a thread takes: one, half of what is left, or all of its own and none of another's.
+  enum class Claim : std::uint8_t { kOne, kHalf, kOwn };
+  using Call = void (*)(const void* context, std::int32_t begin, std::int32_t end, int thread);
+
+  static constexpr std::int32_t kMostTiles = 0xffff;  // of one job
+
   struct Job {
-    void (*call)(const void* context, std::int32_t tile);
+    Call call;
     const void* context;
-    std::int32_t tiles;
+    std::int32_t first, tiles;
+    Claim claim;
+  };
+  struct Tiles {
+    std::int32_t begin, end;
+    std::int32_t count() const { return end - begin; }
   };
 
-  void run(const Job& job);
-  void help();
-  void claim_tiles();
+  // What is left of a thread's range: generation, begin and end in one word. A word of an older generation stands for
+  // the whole range, so publishing a job does not touch it.
+  struct alignas(64) Range {
+    std::atomic<std::uint64_t> word{0};
+  };
+
+  void run(Call call, const void* context, std::int32_t tiles, Claim claim);
+  void share(const Job& job, Contention::Clock::time_point started);
+  void wait();
+  void help(int thread);
+  Tiles claim(std::uint64_t published, int owner, bool front);
+  std::int32_t work(std::uint64_t published, int thread);
+  void compute(const Job& job, Tiles tiles, int thread);
+  void rethrow();
+  void sleep_while(std::uint64_t published);
   void stop();
 
-  // Each group of words that one side writes while another spins on it has a cache line of its own.
-  alignas(64) Job job_{};  // stable from a successful claim until that tile is counted in finished_
-  alignas(64) std::atomic<std::int32_t> unclaimed_{0};
-  alignas(64) std::atomic<std::int32_t> finished_{0};
-  std::atomic<bool> caller_sleeps_{false};
-  alignas(64) std::atomic<std::uint32_t> generation_{0};
+  // Words that one side writes while another spins on them have a cache line of their own.
+  // Generation, way of claiming and number of tiles of the newest job. Helpers spin on it, then find the job in the
+  // same line.
+  alignas(64) std::atomic<std::uint64_t> published_{0};
+  Job job_{};  // stable from a claim until that tile is counted in finished_
   std::atomic<bool> stopping_{false};
+  alignas(64) std::atomic<std::uint32_t> finished_{0};  // tiles that helpers finished, in all jobs; wraps
+  std::atomic<bool> caller_sleeps_{false};
   alignas(64) std::atomic<std::int32_t> sleepers_{0};
+  std::atomic<std::uint32_t> wakes_{0};
+  std::unique_ptr<Range[]> ranges_;
+  Contention contention_;
+  std::uint32_t expected_ = 0;  // finished_ at the end of the last job
   std::mutex error_mutex_;
   std::exception_ptr error_;
   std::vector<std::thread> helpers_;

@@ -12,10 +12,15 @@
 namespace octavo {
 namespace {
 
-// Tiles per thread: enough that a slow thread does not hold up the others, few enough that claiming costs nothing.
+// Enough that a slow thread does not hold up the others, few enough that claiming costs nothing.
 constexpr std::int64_t kRowTilesPerThread = 4;
-constexpr std::int64_t kMostRowsPerTile = 16;  // so that what one instruction writes is still in cache for the next
-constexpr std::int64_t kPanelTilesPerThread = 8;
+// Fewer are not worth a barrier; of more, what one instruction writes would not stay in cache for the next.
+constexpr std::int64_t kLeastRowsPerTile = 4, kMostRowsPerTile = 16;
+// Columns are divided in units of a whole block, so that a tile can be quantized.
+constexpr std::int64_t kUnitPanels = kQuantBlock / kPanel;
+// Of what a thread computes and reads again at once: half of a common second-level cache.
+constexpr std::int64_t kTileBytes = 512 << 10;
+constexpr std::int64_t kMostOwnRows = 8;  // that every thread makes for itself, rather than wait for
 // Tokens times heads of one KV head that attend together: a multiple of the kernels' tiles.
 constexpr std::int32_t kQueryRows = 48;
 // With fewer query tiles per thread the splits of the context become tiles too.
@@ -51,7 +56,7 @@ Program::Form input_form(Packing packing) {
 
 }  // namespace
 
-Program::Program(const Kernels& kernels, std::shared_ptr<const Weights> weights)
+Program::Program(const Kernels& kernels, std::shared_ptr<Weights> weights)
     : kernels_(kernels), weights_(std::move(weights)) {}
 
 // --- recording
@@ -203,13 +208,15 @@ Program::ValueId Program::select(ValueId x) {
   return out;
 }
 
-void Program::finish(ValueId logits) {
+void Program::finish(ValueId logits, bool fused) {
   require(logits_ < 0, "the recording has ended");
   require(value(logits).rows == Rows::kLogits, "logits need one row per wanted logit");
   require(!instructions_.empty() && instructions_.back().op == Op::kLinear && instructions_.back().out == logits,
           "logits must be the result of the last instruction, a linear");
   make_phases();
   logits_ = logits;
+  if (fused) fuse();
+  place_values();
   assign_slots();
 }
 
@@ -256,10 +263,11 @@ std::vector<Program::PhaseFacts> Program::phase_facts() const {
   std::vector<PhaseFacts> facts;
   for (const Phase& phase : phases_) {
     facts.emplace_back();
-    for (std::int32_t i = phase.first; i < phase.last; ++i) {
-      facts.back().ops.emplace_back(name_of(instructions_[i].op));
-      if (instructions_[i].op == Op::kLinear) facts.back().matrices.push_back(instructions_[i].weight);
-    }
+    for (const auto* list : {&phase.before, &phase.main, &phase.after})
+      for (const std::int32_t i : *list) {
+        facts.back().ops.emplace_back(name_of(instructions_[i].op));
+        if (instructions_[i].op == Op::kLinear) facts.back().matrices.push_back(instructions_[i].weight);
+      }
   }
   return facts;
 }
@@ -274,62 +282,187 @@ void Program::make_phases() {
     const ValueId shaped = instruction.out >= 0 ? instruction.out : instruction.in[0];
     const Rows rows = values_[shaped].rows;
     bool joins = !phases_.empty() && phases_.back().cut == cut && phases_.back().rows == rows && cut != Cut::kAttention;
-    if (joins && cut == Cut::kPanels)
-      for (std::int32_t j = phases_.back().first; j < i; ++j)
-        joins = joins && instructions_[j].out != instruction.in[0];
-    if (joins)
-      phases_.back().last = i + 1;
-    else
-      phases_.push_back({cut, rows, i, i + 1});
+    if (joins && cut == Cut::kPanels) joins = !made_in(instruction.in[0], phases_.back().main);
+    if (!joins) phases_.push_back({cut, rows, {}, {}, -1, {}});
+    phases_.back().main.push_back(i);
   }
 }
 
-std::size_t Program::row_bytes(const Value& value) {
-  const auto columns = static_cast<std::size_t>(value.columns);
-  switch (value.form) {
+// The fusion table. What a layer becomes: norm, quantize, Q, K and V | rope and write | attention, quantize |
+// O, add | norm, quantize, gate and up, activation, quantize | down, add.
+const Program::Fusion Program::kFusions[] = {
+    // A panel phase reads whole rows, which few rows make cheaper to compute in every thread than to wait for.
+    {Op::kSelect, Cut::kPanels, Fusion::Side::kBefore},
+    {Op::kNorm, Cut::kPanels, Fusion::Side::kBefore},
+    {Op::kPrepare, Cut::kPanels, Fusion::Side::kBefore},
+    // What works column by column, or block of columns by block, can follow a tile while it is in cache.
+    {Op::kAdd, Cut::kPanels, Fusion::Side::kAfter},
+    {Op::kSiluMul, Cut::kPanels, Fusion::Side::kAfter},
+    {Op::kPrepare, Cut::kPanels, Fusion::Side::kAfter},
+    {Op::kPrepare, Cut::kAttention, Fusion::Side::kAfter},
+};
+
+// Row phases lend their first instructions to the phase before and their last ones to the phase after.
+void Program::fuse() {
+  const auto listed = [](Op op, Cut host, Fusion::Side side) {
+    return std::any_of(std::begin(kFusions), std::end(kFusions),
+                       [&](const Fusion& f) { return f.op == op && f.host == host && f.side == side; });
+  };
+  for (std::size_t p = 0; p < phases_.size(); ++p) {
+    Phase& home = phases_[p];
+    if (home.cut != Cut::kRows) continue;
+    if (p > 0) {
+      Phase& host = phases_[p - 1];
+      std::vector<std::int32_t> rest;
+      for (const std::int32_t i : home.main) {
+        const Instruction& instruction = instructions_[i];
+        const bool moves = listed(instruction.op, host.cut, Fusion::Side::kAfter) && host.rows == home.rows &&
+                           may_follow(instruction, host, rest);
+        (moves ? host.after : rest).push_back(i);
+      }
+      home.main = std::move(rest);
+    }
+    if (p + 1 < phases_.size()) {
+      Phase& host = phases_[p + 1];
+      while (!home.main.empty()) {
+        const Instruction& instruction = instructions_[home.main.back()];
+        if (!listed(instruction.op, host.cut, Fusion::Side::kBefore) || host.rows != home.rows ||
+            !may_precede(instruction, host))
+          break;
+        host.before.insert(host.before.begin(), home.main.back());
+        home.main.pop_back();
+      }
+    }
+  }
+  std::erase_if(phases_, [](const Phase& phase) { return phase.main.empty(); });
+  for (Phase& phase : phases_) phase.pair = pair_of(phase);
+}
+
+// Two matrices whose products are multiplied with each other are stored panel by panel in turn, so that a tile of both
+// is one stream. -1 for other phases.
+std::int32_t Program::pair_of(const Phase& phase) const {
+  if (phase.main.size() != 2 || phase.after.empty()) return -1;
+  const Instruction &gate = instructions_[phase.main[0]], &up = instructions_[phase.main[1]];
+  const Instruction& product = instructions_[phase.after[0]];
+  if (product.op != Op::kSiluMul || product.in[0] != gate.out || product.in[1] != up.out) return -1;
+  if (gate.in[0] != up.in[0] || gate.bias >= 0 || up.bias >= 0) return -1;
+  for (std::int32_t i = 0; i < num_instructions(); ++i)
+    if (i != phase.after[0] && (reads(i, gate.out) || reads(i, up.out))) return -1;
+  return weights_->interleave(gate.weight, up.weight);
+}
+
+bool Program::made_in(ValueId id, const std::vector<std::int32_t>& instructions) const {
+  return std::any_of(instructions.begin(), instructions.end(),
+                     [&](std::int32_t i) { return instructions_[i].out == id; });
+}
+
+bool Program::reads(std::int32_t instruction, ValueId id) const {
+  const ValueId(&in)[2] = instructions_[instruction].in;
+  return in[0] == id || in[1] == id;
+}
+
+// Whether an instruction finds all it reads once a tile of the phase has been computed: what the phase makes, in the
+// tile's columns, or what was there before. `staying` are the instructions between that do not move.
+bool Program::may_follow(const Instruction& instruction, const Phase& host,
+                         const std::vector<std::int32_t>& staying) const {
+  bool follows = false;
+  for (const ValueId in : instruction.in) {
+    if (in < 0) continue;
+    if (made_in(in, staying)) return false;
+    follows = follows || made_in(in, host.main) || made_in(in, host.after);
+  }
+  if (!follows) return false;
+  const std::int64_t columns = values_[instruction.out].columns;
+  std::int64_t unit = kPanel;
+  for (const std::int32_t i : host.main) {
+    if (values_[instructions_[i].out].columns != columns) return false;
+    if (host.cut == Cut::kAttention) unit = columns / instructions_[i].num_kv_heads;
+  }
+  return host.cut == Cut::kPanels || values_[instruction.out].form != Form::kQuantized || unit % kQuantBlock == 0;
+}
+
+// Whether only this phase reads what the instruction makes.
+bool Program::may_precede(const Instruction& instruction, const Phase& host) const {
+  for (std::int32_t i = 0; i < num_instructions(); ++i) {
+    const auto here = [i](const std::vector<std::int32_t>& list) {
+      return std::find(list.begin(), list.end(), i) != list.end();
+    };
+    if (reads(i, instruction.out) && !here(host.before) && !here(host.main)) return false;
+  }
+  return true;
+}
+
+// Values that never leave a tile or a thread.
+void Program::place_values() {
+  for (const Phase& phase : phases_) {
+    std::int64_t bytes = 0;
+    for (const std::int32_t i : phase.before) {
+      Value& v = values_[instructions_[i].out];
+      v.own_row = bytes;
+      bytes += static_cast<std::int64_t>(round_up(row_bytes(v), 64));
+    }
+    if (phase.cut != Cut::kPanels) continue;
+    std::int32_t tiles = 0;
+    for (const auto* list : {&phase.main, &phase.after})
+      for (const std::int32_t i : *list) {
+        const ValueId out = instructions_[i].out;
+        bool stays = out != logits_ && values_[out].form == Form::kFloat && !phase.after.empty();
+        for (std::int32_t j = 0; j < num_instructions(); ++j)
+          if (reads(j, out)) stays = stays && std::find(phase.after.begin(), phase.after.end(), j) != phase.after.end();
+        if (stays) values_[out].own_tile = tiles++;
+      }
+  }
+}
+
+std::size_t Program::columns_bytes(Form form, std::int64_t columns) {
+  const auto count = static_cast<std::size_t>(columns);
+  switch (form) {
     case Form::kFloat:
-      return columns * sizeof(float);
+      return count * sizeof(float);
     case Form::kBf16:
-      return columns * sizeof(std::uint16_t);
+      return count * sizeof(std::uint16_t);
     case Form::kQuantized:
-      return columns / kQuantBlock * sizeof(QuantBlock);
+      return count / kQuantBlock * sizeof(QuantBlock);
   }
   throw std::logic_error("unknown form");
 }
+
+std::size_t Program::row_bytes(const Value& value) { return columns_bytes(value.form, value.columns); }
 
 // A slot is free for a value made in phase p when the phase that last reads its present value lies before p: within a
 // phase tiles of different instructions run at the same time.
 void Program::assign_slots() {
   std::vector<std::int32_t> last_read(values_.size(), -1);
-  for (std::int32_t p = 0; p < num_phases(); ++p)
-    for (std::int32_t i = phases_[p].first; i < phases_[p].last; ++i) {
-      for (const ValueId in : instructions_[i].in)
-        if (in >= 0) last_read[in] = p;
-      if (const ValueId out = instructions_[i].out; out >= 0) last_read[out] = p;
+  const auto each = [&](const auto& visit) {
+    for (std::int32_t p = 0; p < num_phases(); ++p)
+      for (const auto* list : {&phases_[p].before, &phases_[p].main, &phases_[p].after})
+        for (const std::int32_t i : *list) visit(p, instructions_[i]);
+  };
+  each([&](std::int32_t p, const Instruction& instruction) {
+    for (const ValueId in : instruction.in)
+      if (in >= 0) last_read[in] = p;
+    if (instruction.out >= 0) last_read[instruction.out] = p;
+  });
+  each([&](std::int32_t p, const Instruction& instruction) {
+    const ValueId out = instruction.out;
+    if (out < 0 || out == logits_ || values_[out].own_tile >= 0) return;
+    Value& v = values_[out];
+    const std::size_t bytes = row_bytes(v);
+    const std::size_t per_token = v.rows == Rows::kTokens ? bytes : 0, per_logit = v.rows == Rows::kLogits ? bytes : 0;
+    std::size_t best = slots_.size(), best_growth = SIZE_MAX;
+    for (std::size_t s = 0; s < slots_.size(); ++s) {
+      if (slots_[s].free_after >= p) continue;
+      const std::size_t growth = std::max(slots_[s].per_token, per_token) - slots_[s].per_token +
+                                 std::max(slots_[s].per_logit, per_logit) - slots_[s].per_logit;
+      if (growth < best_growth) best = s, best_growth = growth;
     }
-  for (std::int32_t p = 0; p < num_phases(); ++p) {
-    for (std::int32_t i = phases_[p].first; i < phases_[p].last; ++i) {
-      const ValueId out = instructions_[i].out;
-      if (out < 0 || out == logits_) continue;
-      Value& v = values_[out];
-      const std::size_t bytes = row_bytes(v);
-      const std::size_t per_token = v.rows == Rows::kTokens ? bytes : 0,
-                        per_logit = v.rows == Rows::kLogits ? bytes : 0;
-      std::size_t best = slots_.size(), best_growth = SIZE_MAX;
-      for (std::size_t s = 0; s < slots_.size(); ++s) {
-        if (slots_[s].free_after >= p) continue;
-        const std::size_t growth = std::max(slots_[s].per_token, per_token) - slots_[s].per_token +
-                                   std::max(slots_[s].per_logit, per_logit) - slots_[s].per_logit;
-        if (growth < best_growth) best = s, best_growth = growth;
-      }
-      if (best == slots_.size()) slots_.emplace_back();
-      Slot& slot = slots_[best];
-      slot.per_token = std::max(slot.per_token, per_token);
-      slot.per_logit = std::max(slot.per_logit, per_logit);
-      slot.free_after = last_read[out];
-      v.slot = static_cast<std::int32_t>(best);
-    }
-  }
+    if (best == slots_.size()) slots_.emplace_back();
+    Slot& slot = slots_[best];
+    slot.per_token = std::max(slot.per_token, per_token);
+    slot.per_logit = std::max(slot.per_logit, per_logit);
+    slot.free_after = last_read[out];
+    v.slot = static_cast<std::int32_t>(best);
+  });
 }
 
 // --- replaying
@@ -391,7 +524,7 @@ void Program::check(const Batch& batch) const {
   }
 }
 
-void Program::lay_out(const Step& step) {
+void Program::lay_out(const Step& step, int threads) {
   std::size_t total = 0;
   for (Slot& slot : slots_) {
     slot.offset = total;
@@ -408,6 +541,15 @@ void Program::lay_out(const Step& step) {
     std::fill(row_of_token_.begin() + step.batch.row_starts[r], row_of_token_.begin() + step.batch.row_starts[r + 1],
               static_cast<std::int32_t>(r));
   query_tile_tokens_ = 0;
+
+  std::size_t own = 0;
+  for (const Phase& phase : phases_) own = std::max(own, own_rows_bytes(step, phase) + own_tiles_bytes(step, phase));
+  own_bytes_ = round_up(own, 4096);
+  if (own_bytes_ * static_cast<std::size_t>(threads) > own_memory_.size()) {
+    own_memory_ = Mapping();
+    own_memory_ = Mapping(own_bytes_ * static_cast<std::size_t>(threads), Mapping::Pages::kHuge);
+  }
+  fresh_.resize(static_cast<std::size_t>(threads));
 }
 
 // Longest contexts first, so that the last tiles to finish are short ones.
@@ -425,13 +567,53 @@ void Program::cut_queries(const Batch& batch, std::int32_t tokens_per_tile) {
   });
 }
 
-std::uint8_t* Program::address(const Step& step, ValueId id) const {
-  if (id == logits_) return reinterpret_cast<std::uint8_t*>(step.logits);
-  return scratch_.data() + slots_[values_[id].slot].offset;
+std::size_t Program::own_rows_bytes(const Step& step, const Phase& phase) const {
+  const std::int64_t rows = step.rows(phase.rows);
+  if (phase.before.empty() || rows > kMostOwnRows) return 0;
+  const Value& last = values_[instructions_[phase.before.back()].out];
+  return (static_cast<std::size_t>(last.own_row) + round_up(row_bytes(last), 64)) * static_cast<std::size_t>(rows);
 }
 
-float* Program::row(const Step& step, ValueId id, std::int64_t index) const {
-  return reinterpret_cast<float*>(address(step, id)) + index * values_[id].columns;
+std::int64_t Program::own_tiles(const Phase& phase) const {
+  std::int64_t values = 0;
+  for (const auto* list : {&phase.main, &phase.after})
+    for (const std::int32_t i : *list)
+      values += instructions_[i].out >= 0 && values_[instructions_[i].out].own_tile >= 0;
+  return values;
+}
+
+// The most panels of a matrix in one tile of a panel phase with `after`.
+std::int64_t Program::tile_panels(const Step& step, const Phase& phase) const {
+  const std::int64_t panels = num_panels(weights_->matrix(instructions_[phase.main.front()].weight));
+  const std::int64_t panel_bytes =
+      own_tiles(phase) * step.rows(phase.rows) * kPanel * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t most = panel_bytes == 0 ? panels : kTileBytes / panel_bytes / kUnitPanels * kUnitPanels;
+  return std::clamp(most, kUnitPanels, (panels + kUnitPanels - 1) / kUnitPanels * kUnitPanels);
+}
+
+std::size_t Program::own_tiles_bytes(const Step& step, const Phase& phase) const {
+  const std::int64_t values = own_tiles(phase);
+  return values == 0 ? 0
+                     : static_cast<std::size_t>(values * step.rows(phase.rows) * tile_panels(step, phase) * kPanel) *
+                           sizeof(float);
+}
+
+// Of a value's row `index` from `column` on.
+std::uint8_t* Program::address(const Step& step, const Place& place, ValueId id, std::int64_t index,
+                               std::int64_t column) const {
+  const Value& v = values_[id];
+  if (v.own_tile >= 0)
+    return reinterpret_cast<std::uint8_t*>(place.own_tile + (v.own_tile * place.rows + index) * place.width + column -
+                                           place.column);
+  std::uint8_t* rows = id == logits_                                 ? reinterpret_cast<std::uint8_t*>(step.logits)
+                       : v.own_row >= 0 && place.own_rows != nullptr ? place.own_rows + v.own_row * place.rows
+                                                                     : scratch_.data() + slots_[v.slot].offset;
+  return rows + index * static_cast<std::int64_t>(row_bytes(v)) +
+         static_cast<std::int64_t>(columns_bytes(v.form, column));
+}
+
+float* Program::row(const Step& step, const Place& place, ValueId id, std::int64_t index) const {
+  return reinterpret_cast<float*>(address(step, place, id, index, place.column));
 }
 
 Logits Program::run(Pool& pool, const Batch& batch) {
@@ -449,7 +631,7 @@ Logits Program::run(Pool& pool, const Batch& batch) {
   }
   const Step step{batch, static_cast<std::int64_t>(batch.tokens.size()), num_logits,
                   reinterpret_cast<float*>(logits_memory_->data())};
-  lay_out(step);
+  lay_out(step, pool.threads());
   const KernelFpu fpu;
   if (phase_seconds_ != nullptr) phase_seconds_->clear();
   for (const Phase& phase : phases_) {
@@ -465,60 +647,116 @@ Logits Program::run(Pool& pool, const Batch& batch) {
 }
 
 void Program::run_phase(Pool& pool, const Step& step, const Phase& phase) {
+  if (step.rows(phase.rows) == 0) return;
   switch (phase.cut) {
     case Cut::kRows:
-      return run_row_phase(pool, step, phase);
+      return run_rows(pool, step, phase.rows, phase.main);
     case Cut::kPanels:
-      return run_panel_phase(pool, step, phase);
+      return run_panels(pool, step, phase);
     case Cut::kAttention:
-      return run_attention(pool, step, instructions_[phase.first]);
+      return run_attention(pool, step, phase);
   }
 }
 
-void Program::run_row_phase(Pool& pool, const Step& step, const Phase& phase) {
-  const std::int64_t rows = phase.rows == Rows::kTokens ? step.num_tokens : step.num_logits;
+void Program::run_rows(Pool& pool, const Step& step, Rows of, const std::vector<std::int32_t>& instructions) {
+  const std::int64_t rows = step.rows(of);
   const std::int64_t wanted_tiles = kRowTilesPerThread * pool.threads();
-  const std::int64_t per_tile = std::clamp<std::int64_t>((rows + wanted_tiles - 1) / wanted_tiles, 1, kMostRowsPerTile);
+  const std::int64_t per_tile =
+      std::clamp((rows + wanted_tiles - 1) / wanted_tiles, kLeastRowsPerTile, kMostRowsPerTile);
   pool.parallel_for(static_cast<std::int32_t>((rows + per_tile - 1) / per_tile), [&](std::int32_t tile) {
-    const std::int64_t begin = tile * per_tile, end = std::min(rows, begin + per_tile);
-    for (std::int32_t i = phase.first; i < phase.last; ++i)
-      for (std::int64_t r = begin; r < end; ++r) run_row(step, instructions_[i], r);
+    run_tile(step, {}, instructions, tile * per_tile, std::min(rows, (tile + 1) * per_tile));
   });
 }
 
-void Program::run_panel_phase(Pool& pool, const Step& step, const Phase& phase) {
-  const std::int64_t rows = phase.rows == Rows::kTokens ? step.num_tokens : step.num_logits;
-  if (rows == 0) return;
+void Program::run_panels(Pool& pool, const Step& step, const Phase& phase) {
+  const std::int64_t rows = step.rows(phase.rows);
+  const bool own_rows = own_rows_bytes(step, phase) > 0;
+  if (!phase.before.empty() && !own_rows) run_rows(pool, step, phase.rows, phase.before);
+  ++phase_count_;
+
+  const bool together = !phase.after.empty();
+  const std::int64_t unit = together ? kUnitPanels : 1;
+  const auto panels_of = [&](std::int32_t i) { return num_panels(weights_->matrix(instructions_[i].weight)); };
   std::int64_t panels = 0;
-  for (std::int32_t i = phase.first; i < phase.last; ++i)
-    panels += num_panels(weights_->matrix(instructions_[i].weight));
-  const std::int64_t grain = std::max<std::int64_t>(1, panels / (kPanelTilesPerThread * pool.threads()));
-  const auto tiles_of = [&](std::int32_t i) {
-    return (num_panels(weights_->matrix(instructions_[i].weight)) + grain - 1) / grain;
-  };
-  std::int64_t tiles = 0;
-  for (std::int32_t i = phase.first; i < phase.last; ++i) tiles += tiles_of(i);
-  pool.parallel_for(static_cast<std::int32_t>(tiles), [&](std::int32_t tile) {
-    std::int32_t i = phase.first;
-    std::int64_t index = tile;
-    for (; index >= tiles_of(i); ++i) index -= tiles_of(i);
-    const Instruction& instruction = instructions_[i];
-    const PackedMatrix matrix = weights_->matrix(instruction.weight);
-    const LinearArgs args{matrix,
-                          {rows, matrix.k, address(step, instruction.in[0])},
-                          instruction.bias >= 0 ? weights_->vector(instruction.bias).data() : nullptr,
-                          row(step, instruction.out, 0),
-                          matrix.n};
-    kernels_.linear(args, index * grain, std::min(num_panels(matrix), (index + 1) * grain));
+  for (const std::int32_t i : phase.main) panels = together ? panels_of(i) : panels + panels_of(i);
+
+  pool.parallel_ranges(static_cast<std::int32_t>((panels + unit - 1) / unit), [&](std::int32_t begin, std::int32_t end,
+                                                                                  int thread) {
+    std::uint8_t* own = own_memory_.data() + static_cast<std::size_t>(thread) * own_bytes_;
+    Place place{.rows = rows};
+    if (own_rows) {
+      place.own_rows = own;
+      if (fresh_[static_cast<std::size_t>(thread)].phase != phase_count_) {
+        run_tile(step, place, phase.before, 0, rows);
+        fresh_[static_cast<std::size_t>(thread)].phase = phase_count_;
+      }
+    }
+    std::int64_t first = begin * unit;
+    std::int64_t last = std::min(panels, end * unit);
+    if (!together) {
+      for (const std::int32_t i : phase.main) {
+        const std::int64_t size = panels_of(i), stop = std::min(last, size);
+        if (first < stop) multiply(step, place, instructions_[i], first, stop);
+        first = std::max<std::int64_t>(0, first - size);
+        last -= size;
+      }
+      return;
+    }
+    const std::int64_t most = tile_panels(step, phase);
+    place.own_tile = reinterpret_cast<float*>(own + own_rows_bytes(step, phase));
+    place.width = most * kPanel;
+    for (std::int64_t stop; first < last; first = stop) {
+      stop = std::min(last, first + most);
+      place.column = first * kPanel;
+      place.columns = std::min(stop * kPanel, values_[instructions_[phase.main.front()].out].columns) - place.column;
+      place.interleaved = phase.pair >= 0;
+      if (place.interleaved)
+        multiply_pair(step, place, phase, first, stop);
+      else
+        for (const std::int32_t i : phase.main) multiply(step, place, instructions_[i], first, stop);
+      run_tile(step, place, phase.after, 0, rows);
+    }
   });
+}
+
+// Panels begin..end-1 of a matrix times all rows.
+void Program::multiply(const Step& step, Place place, const Instruction& instruction, std::int64_t begin,
+                       std::int64_t end) const {
+  PackedMatrix matrix = weights_->matrix(instruction.weight);
+  const std::int64_t stride = values_[instruction.out].own_tile >= 0 ? place.width : matrix.n;
+  const void* input = address(step, place, instruction.in[0], 0, 0);
+  place.column = begin * kPanel;
+  const float* bias = instruction.bias >= 0 ? weights_->vector(instruction.bias).data() + place.column : nullptr;
+  matrix.n -= place.column;
+  matrix.data += begin * matrix.panel_bytes;
+  kernels_.linear({matrix, {place.rows, matrix.k, input}, bias, row(step, place, instruction.out, 0), stride}, 0,
+                  end - begin);
+}
+
+// The same for the two matrices of a phase at once: 16 columns of one, 16 of the other, and so on.
+void Program::multiply_pair(const Step& step, const Place& place, const Phase& phase, std::int64_t begin,
+                            std::int64_t end) const {
+  PackedMatrix matrix = weights_->pair(phase.pair);
+  const void* input = address(step, place, instructions_[phase.main[0]].in[0], 0, 0);
+  matrix.n -= 2 * begin * kPanel;
+  matrix.data += 2 * begin * matrix.panel_bytes;
+  kernels_.linear({matrix, {place.rows, matrix.k, input}, nullptr, place.own_tile, 2 * place.width}, 0,
+                  2 * (end - begin));
+}
+
+// All instructions on one row, then on the next, so that what one writes is in cache for the other.
+void Program::run_tile(const Step& step, const Place& place, const std::vector<std::int32_t>& instructions,
+                       std::int64_t begin, std::int64_t end) const {
+  for (std::int64_t index = begin; index < end; ++index)
+    for (const std::int32_t i : instructions) run_row(step, place, instructions_[i], index);
 }
 
 AttendArgs Program::attend_args(const Step& step, const Instruction& instruction, const QueryTile& queries,
                                 std::int32_t kv_head) const {
   const Batch::Table& table = step.batch.tables[cache_->group_of(instruction.index)];
   return {cache_->cache(instruction.index),
-          row(step, instruction.in[0], 0),
-          row(step, instruction.out, 0),
+          row(step, {}, instruction.in[0], 0),
+          row(step, {}, instruction.out, 0),
           instruction.num_heads,
           instruction.scalar,
           instruction.window,
@@ -529,16 +767,22 @@ AttendArgs Program::attend_args(const Step& step, const Instruction& instruction
           kv_head};
 }
 
-void Program::run_attention(Pool& pool, const Step& step, const Instruction& instruction) {
+void Program::run_attention(Pool& pool, const Step& step, const Phase& phase) {
+  const Instruction& instruction = instructions_[phase.main.front()];
   const std::int32_t heads_per_kv = instruction.num_heads / instruction.num_kv_heads;
   cut_queries(step.batch, std::max(1, kQueryRows / heads_per_kv));
   const auto tiles = static_cast<std::int32_t>(query_tiles_.size()) * instruction.num_kv_heads;
   if (pool.threads() > 1 && tiles < kQueryTilesPerThread * pool.threads() &&
-      step.batch.positions[query_tiles_.front().end - 1] >= kKvSplit)
-    return run_split_attention(pool, step, instruction);
+      step.batch.positions[query_tiles_.front().end - 1] >= kKvSplit) {
+    run_split_attention(pool, step, instruction);
+    return run_tile(step, {}, phase.after, 0, step.num_tokens);
+  }
   pool.parallel_for(tiles, [&](std::int32_t tile) {
-    kernels_.attend(
-        attend_args(step, instruction, query_tiles_[tile / instruction.num_kv_heads], tile % instruction.num_kv_heads));
+    const QueryTile& queries = query_tiles_[tile / instruction.num_kv_heads];
+    const std::int32_t kv_head = tile % instruction.num_kv_heads;
+    kernels_.attend(attend_args(step, instruction, queries, kv_head));
+    const std::int64_t columns = heads_per_kv * instruction.head_dim;
+    run_tile(step, {.column = kv_head * columns, .columns = columns}, phase.after, queries.begin, queries.end);
   });
 }
 
@@ -576,29 +820,31 @@ void Program::run_split_attention(Pool& pool, const Step& step, const Instructio
       const std::int32_t head = kv_head * heads_per_kv + i % heads_per_kv;
       kernels_.merge_splits(partials_.data() + split_tiles_[first].partials + i * size,
                             static_cast<std::int64_t>(last - first), kv_heads * rows * size, instruction.head_dim,
-                            row(step, instruction.out, token) + head * instruction.head_dim);
+                            row(step, {}, instruction.out, token) + head * instruction.head_dim);
     }
   }
 }
 
-void Program::run_row(const Step& step, const Instruction& instruction, std::int64_t index) const {
+// On the columns of the place; instructions that need whole rows run only where those are all.
+void Program::run_row(const Step& step, const Place& place, const Instruction& instruction, std::int64_t index) const {
   const ValueId a = instruction.in[0], b = instruction.in[1], out = instruction.out;
+  const std::int64_t columns = place.columns > 0 ? place.columns : values_[a].columns;
   switch (instruction.op) {
     case Op::kEmbed:
-      return unpack_row(weights_->matrix(instruction.weight), step.batch.tokens[index], row(step, out, index));
+      return unpack_row(weights_->matrix(instruction.weight), step.batch.tokens[index], row(step, place, out, index));
     case Op::kNorm:
-      return kernels_.rms_norm(row(step, a, index), weights_->vector(instruction.weight).data(), values_[a].columns,
-                               instruction.scalar, row(step, out, index));
+      return kernels_.rms_norm(row(step, place, a, index), weights_->vector(instruction.weight).data(), columns,
+                               instruction.scalar, row(step, place, out, index));
     case Op::kPrepare: {
-      std::uint8_t* to = address(step, out) + static_cast<std::size_t>(index) * row_bytes(values_[out]);
+      std::uint8_t* to = address(step, place, out, index, place.column);
       if (values_[out].form == Form::kQuantized)
-        return kernels_.quantize_row(row(step, a, index), values_[a].columns, reinterpret_cast<QuantBlock*>(to));
-      return kernels_.to_bf16_row(row(step, a, index), values_[a].columns, reinterpret_cast<std::uint16_t*>(to));
+        return kernels_.quantize_row(row(step, place, a, index), columns, reinterpret_cast<QuantBlock*>(to));
+      return kernels_.to_bf16_row(row(step, place, a, index), columns, reinterpret_cast<std::uint16_t*>(to));
     }
     case Op::kAngles: {
       const Frequencies& frequencies = frequencies_[instruction.index];
       const std::size_t pairs = frequencies.inverse.size();
-      float* to = row(step, out, index);
+      float* to = row(step, place, out, index);
       for (std::size_t i = 0; i < pairs; ++i) {
         const double angle = step.batch.positions[index] * frequencies.inverse[i];
         to[i] = static_cast<float>(std::cos(angle)) * frequencies.magnitude;
@@ -608,24 +854,29 @@ void Program::run_row(const Step& step, const Instruction& instruction, std::int
     }
     case Op::kRope: {
       const std::int64_t rotated = values_[b].columns;
-      const float* cos = row(step, b, index);
-      return kernels_.rope(row(step, a, index), values_[a].columns / instruction.head_dim, instruction.head_dim,
-                           rotated, instruction.interleaved, cos, cos + rotated / 2, row(step, out, index));
+      const float* cos = row(step, place, b, index);
+      return kernels_.rope(row(step, place, a, index), values_[a].columns / instruction.head_dim, instruction.head_dim,
+                           rotated, instruction.interleaved, cos, cos + rotated / 2, row(step, place, out, index));
     }
     case Op::kKvWrite: {
       const Batch::Table& table = step.batch.tables[cache_->group_of(instruction.index)];
       const std::int32_t position = step.batch.positions[index], size = cache_->block_size();
       const std::int32_t block = table.blocks[row_of_token_[index] * table.columns + position / size];
-      return kernels_.kv_write(cache_->cache(instruction.index), row(step, a, index), row(step, b, index), block,
-                               position % size);
+      return kernels_.kv_write(cache_->cache(instruction.index), row(step, place, a, index), row(step, place, b, index),
+                               block, position % size);
     }
     case Op::kSiluMul:
-      return kernels_.silu_mul(row(step, a, index), row(step, b, index), values_[a].columns, row(step, out, index));
+      if (place.interleaved)
+        return kernels_.silu_mul_panels(place.own_tile + 2 * index * place.width, columns / kPanel,
+                                        row(step, place, out, index));
+      return kernels_.silu_mul(row(step, place, a, index), row(step, place, b, index), columns,
+                               row(step, place, out, index));
     case Op::kAdd:
-      return kernels_.add(row(step, a, index), row(step, b, index), values_[a].columns, row(step, out, index));
+      return kernels_.add(row(step, place, a, index), row(step, place, b, index), columns,
+                          row(step, place, out, index));
     case Op::kSelect:
-      std::memcpy(row(step, out, index), row(step, a, step.batch.logit_rows[index]),
-                  sizeof(float) * static_cast<std::size_t>(values_[a].columns));
+      std::memcpy(row(step, place, out, index), row(step, place, a, step.batch.logit_rows[index]),
+                  sizeof(float) * static_cast<std::size_t>(columns));
       return;
     case Op::kLinear:
     case Op::kAttention:

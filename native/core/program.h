@@ -2,11 +2,13 @@
 //
 // Recording: each method appends one instruction and returns the value it makes. A value is [T, columns] or [S,
 // columns], where T is the number of a batch's tokens and S that of its wanted logits. `finish` ends it: instructions
-// become phases (what may run between two barriers), values become slots of one scratch buffer that are reused once a
-// value is dead.
+// become phases (what may run between two barriers), and a table says which of them move into the phase before or
+// after (kFusions in program.cpp). Values become slots of one scratch buffer, reused once a value is dead, or stay in
+// memory of the thread that makes and reads them.
 //
-// No instruction couples two rows, except attention through the KV cache; so neither batch nor threads can change a
-// row's bits. Knows rows, positions and block tables; not requests, sampling or who owns which block.
+// No instruction couples two rows, except attention through the KV cache; and fusion moves instructions but changes
+// none. So neither batch nor threads nor fusion can change a row's bits. Knows rows, positions and block tables; not
+// requests, sampling or who owns which block.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +53,7 @@ class Program {
   // The form in which a matrix wants its input: 8-bit blocks, bf16, or float32 as it is.
   enum class Form : std::uint8_t { kFloat, kQuantized, kBf16 };
 
-  Program(const Kernels& kernels, std::shared_ptr<const Weights> weights);
+  Program(const Kernels& kernels, std::shared_ptr<Weights> weights);
 
   // --- recording. Matrices and vectors are indices of Weights. All throw std::invalid_argument for arguments that do
   // not fit.
@@ -70,8 +72,9 @@ class Program {
   ValueId add(ValueId a, ValueId b);
   // The rows of x [T, columns] whose logits are wanted: [S, columns].
   ValueId select(ValueId x);
-  // Ends the recording; `logits` is a linear's result [S, vocab].
-  void finish(ValueId logits);
+  // Ends the recording; `logits` is a linear's result [S, vocab]. Without `fuse` every instruction stays in a phase of
+  // its own kind: slower, for tests.
+  void finish(ValueId logits, bool fuse = true);
 
   // --- replaying
   // Connects a cache that has every layer the program names, with the same heads. Replaces the one before.
@@ -115,7 +118,10 @@ class Program {
     Rows rows;
     Form form;
     std::int64_t columns;
-    std::int32_t slot = -1;
+    std::int32_t slot = -1;      // of the scratch that all threads share
+    std::int32_t own_tile = -1;  // made and read on one tile: index among such values of its phase
+    std::int64_t own_row = -1;   // made before a phase and read only there: bytes per row before it, for threads that
+                                 // make it for themselves
   };
 
   // Fields that an op does not name are unused. Weights are named by index: a program is recorded before they are
@@ -141,8 +147,19 @@ class Program {
   struct Phase {
     Cut cut;
     Rows rows;
-    std::int32_t first, last;  // instructions_[first..last)
+    std::vector<std::int32_t> before;  // row instructions on which the main ones depend
+    std::vector<std::int32_t> main;    // in panel phases with an `after` all have the same number of columns
+    std::int32_t pair = -1;            // of Weights, when the two main ones read a pair
+    std::vector<std::int32_t> after;   // row instructions on the columns of a tile, once it has been computed
   };
+
+  // One line of the fusion table: an instruction beside a phase of another cut may move into it.
+  struct Fusion {
+    Op op;
+    Cut host;
+    enum class Side : std::uint8_t { kBefore, kAfter } side;
+  };
+  static const Fusion kFusions[];
 
   // Scratch of a value needs per_token bytes for each of T, or per_logit for each of S.
   struct Slot {
@@ -156,6 +173,11 @@ class Program {
     float magnitude;
   };
 
+  // The phase for which a thread has made its own rows.
+  struct alignas(64) Fresh {
+    std::int64_t phase = -1;
+  };
+
   // Consecutive tokens of one row that attend together.
   struct QueryTile {
     std::int32_t row, begin, end;
@@ -164,8 +186,8 @@ class Program {
   // One split of the context of a query tile, where there are too few tiles for all threads.
   struct SplitTile {
     std::int32_t tile, split;
-    std::int64_t
-        partials;  // where its partial results begin in partials_: [kv_heads][tokens * heads per KV head][size]
+    // where its partial results begin in partials_: [kv_heads][tokens * heads per KV head][size]
+    std::int64_t partials;
   };
 
   // What a step computes once: sizes, addresses and the row of each token.
@@ -173,6 +195,17 @@ class Program {
     const Batch& batch;
     std::int64_t num_tokens, num_logits;
     float* logits;
+    std::int64_t rows(Rows of) const { return of == Rows::kTokens ? num_tokens : num_logits; }
+  };
+
+  // Where instructions run: columns [column, column + columns) of a value whose rows a thread makes or has made in its
+  // own memory.
+  struct Place {
+    std::uint8_t* own_rows = nullptr;  // values with own_row; null: they are shared
+    float* own_tile = nullptr;         // values with own_tile: [values, rows, width]
+    std::int64_t rows = 0, width = 0;
+    std::int64_t column = 0, columns = 0;  // of the tile; 0 columns: all
+    bool interleaved = false;              // the first two values with own_tile lie in turn, 16 columns of each
   };
 
   ValueId new_value(Rows rows, std::int64_t columns, Form form = Form::kFloat);
@@ -182,28 +215,47 @@ class Program {
   ValueId prepare(ValueId x, Form form);
 
   static Cut cut_of(Op op);
+  static std::size_t columns_bytes(Form form, std::int64_t columns);
   static const char* name_of(Op op);
   static std::size_t row_bytes(const Value& value);
   void make_phases();
+  void fuse();
+  bool may_follow(const Instruction& instruction, const Phase& host, const std::vector<std::int32_t>& staying) const;
+  bool may_precede(const Instruction& instruction, const Phase& host) const;
+  bool made_in(ValueId id, const std::vector<std::int32_t>& instructions) const;
+  bool reads(std::int32_t instruction, ValueId id) const;
+  std::int32_t pair_of(const Phase& phase) const;
+  void place_values();
   void assign_slots();
 
   void check(const Batch& batch) const;
-  void lay_out(const Step& step);
+  void lay_out(const Step& step, int threads);
   void cut_queries(const Batch& batch, std::int32_t tokens_per_tile);
-  std::uint8_t* address(const Step& step, ValueId id) const;
-  float* row(const Step& step, ValueId id, std::int64_t index) const;
+  std::size_t own_rows_bytes(const Step& step, const Phase& phase) const;
+  std::size_t own_tiles_bytes(const Step& step, const Phase& phase) const;
+  std::int64_t own_tiles(const Phase& phase) const;
+  std::int64_t tile_panels(const Step& step, const Phase& phase) const;
+  std::uint8_t* address(const Step& step, const Place& place, ValueId id, std::int64_t index,
+                        std::int64_t column) const;
+  float* row(const Step& step, const Place& place, ValueId id, std::int64_t index) const;
 
   void run_phase(Pool& pool, const Step& step, const Phase& phase);
-  void run_row_phase(Pool& pool, const Step& step, const Phase& phase);
-  void run_panel_phase(Pool& pool, const Step& step, const Phase& phase);
-  void run_attention(Pool& pool, const Step& step, const Instruction& instruction);
+  void run_rows(Pool& pool, const Step& step, Rows rows, const std::vector<std::int32_t>& instructions);
+  void run_panels(Pool& pool, const Step& step, const Phase& phase);
+  void multiply(const Step& step, Place place, const Instruction& instruction, std::int64_t begin,
+                std::int64_t end) const;
+  void multiply_pair(const Step& step, const Place& place, const Phase& phase, std::int64_t begin,
+                     std::int64_t end) const;
+  void run_attention(Pool& pool, const Step& step, const Phase& phase);
   void run_split_attention(Pool& pool, const Step& step, const Instruction& instruction);
   AttendArgs attend_args(const Step& step, const Instruction& instruction, const QueryTile& queries,
                          std::int32_t kv_head) const;
-  void run_row(const Step& step, const Instruction& instruction, std::int64_t index) const;
+  void run_tile(const Step& step, const Place& place, const std::vector<std::int32_t>& instructions, std::int64_t begin,
+                std::int64_t end) const;
+  void run_row(const Step& step, const Place& place, const Instruction& instruction, std::int64_t index) const;
 
   const Kernels& kernels_;
-  std::shared_ptr<const Weights> weights_;
+  std::shared_ptr<Weights> weights_;
   std::shared_ptr<KvStore> cache_;
   std::vector<Instruction> instructions_;
   std::vector<Value> values_;
@@ -215,6 +267,11 @@ class Program {
 
   std::vector<double>* phase_seconds_ = nullptr;
   Mapping scratch_;
+  // Each thread's own: rows of values with own_row, then tiles of values with own_tile.
+  Mapping own_memory_;
+  std::size_t own_bytes_ = 0;     // per thread
+  std::vector<Fresh> fresh_;      // per thread
+  std::int64_t phase_count_ = 0;  // of all steps
   std::shared_ptr<Mapping> logits_memory_;
   std::vector<std::int32_t> row_of_token_;
   std::vector<QueryTile> query_tiles_;

@@ -19,6 +19,11 @@ class Weights {
   std::int32_t declare_matrix(StoredFormat format, bool float32, std::int64_t n, std::int64_t k);
   std::int32_t declare_vector(std::int64_t n);
 
+  // Stores two matrices panel by panel in turn, where they have the same packing and shape and end at a whole panel;
+  // then `pair` has both as one matrix, with panel i of the first as panel 2 i. Returns the pair's index, again for a
+  // pair that there is, or -1 where this cannot be. Throws std::invalid_argument after allocate().
+  std::int32_t interleave(std::int32_t first, std::int32_t second);
+
   // Reserves memory for all that is declared, on huge pages where the system gives them. Throws std::bad_alloc.
   void allocate();
   bool allocated() const { return mapping_.data() != nullptr; }
@@ -30,6 +35,7 @@ class Weights {
 
   // Without data before allocate(). Throw std::invalid_argument for an index that was not returned.
   PackedMatrix matrix(std::int32_t index) const;
+  PackedMatrix pair(std::int32_t index) const;
   std::span<const float> vector(std::int32_t index) const;
 
   // Bytes of all that is declared.
@@ -39,17 +45,23 @@ class Weights {
   struct Matrix {
     PackedMatrix shape;
     StoredFormat format;
-    std::size_t offset;
+    std::int32_t pair = -1;
+    std::size_t offset = 0;  // from allocate() on, as for vectors
   };
   struct Vector {
     std::int64_t n;
-    std::size_t offset;
+    std::size_t offset = 0;
+  };
+  struct Pair {
+    std::int32_t first, second;
   };
 
-  std::size_t reserve(std::size_t bytes);
+  void reserve(std::size_t bytes);
+  PackedMatrix placed(PackedMatrix shape, std::size_t offset) const;
 
   std::vector<Matrix> matrices_;
   std::vector<Vector> vectors_;
+  std::vector<Pair> pairs_;
   std::size_t bytes_ = 0;
   Mapping mapping_;
 };

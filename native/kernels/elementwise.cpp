@@ -27,6 +27,8 @@ inline void for_each_vector(const float* a, const float* b, int64_t n, float* y,
   if (i < n) store_tail(y + i, n - i, body(load_tail(a + i, n - i), load_tail(b + i, n - i)));
 }
 
+inline F16 silu_times(F16 gate, F16 up) { return mul(div(gate, add(splat(1.0f), exp(neg(gate)))), up); }
+
 // (x, y) turned by the angle: x cos - y sin, x sin + y cos, each with one product rounded before the fma.
 inline Pairs rotate(Pairs p, F16 cos, F16 sin) {
   return {fma(p.first, cos, neg(mul(p.second, sin))), fma(p.first, sin, mul(p.second, cos))};
@@ -80,8 +82,10 @@ void add_rows(const float* a, const float* b, int64_t n, float* y) {
   for_each_vector(a, b, n, y, [](F16 u, F16 v) { return add(u, v); });
 }
 
-void silu_mul(const float* gate, const float* up, int64_t n, float* y) {
-  for_each_vector(gate, up, n, y, [](F16 g, F16 u) { return mul(div(g, add(splat(1.0f), exp(neg(g)))), u); });
+void silu_mul(const float* gate, const float* up, int64_t n, float* y) { for_each_vector(gate, up, n, y, silu_times); }
+
+void silu_mul_panels(const float* x, int64_t panels, float* y) {
+  for (int64_t p = 0; p < panels; ++p, x += 2 * kPanel) store(y + p * kPanel, silu_times(load(x), load(x + kPanel)));
 }
 
 void rope(const float* x, int64_t heads, int64_t head_dim, int64_t rotated_dim, bool interleaved, const float* cos,

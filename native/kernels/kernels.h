@@ -28,7 +28,7 @@ struct PackedMatrix {
   Packing packing;
   int32_t symmetric;  // kU4: 1 when every min is -8 * scale (Q4_0)
   int64_t n, k;
-  int64_t panel_bytes;  // size of one panel of 16 columns, a multiple of 64
+  int64_t panel_bytes;  // from one panel of 16 columns to the next, a multiple of 64
   const uint8_t* data;  // ceil(n / 16) panels, 64-byte aligned
 };
 
@@ -128,6 +128,8 @@ struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* y);
   void (*add)(const float* a, const float* b, int64_t n, float* y);
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* y);
+  // The same for x [panels][2][16], gate and up in turn, and y [panels * 16].
+  void (*silu_mul_panels)(const float* x, int64_t panels, float* y);
   // cos and sin [rotated_dim / 2] of the row's position
   void (*rope)(const float* x, int64_t heads, int64_t head_dim, int64_t rotated_dim, bool interleaved, const float* cos,
                const float* sin, float* y);

@@ -408,7 +408,8 @@ struct F32 {
   template <int R, int P>
   static void tile(const LinearArgs& args, int64_t panel, int64_t row, Prefetch prefetch) {
     const int64_t k = args.weight.k;
-    const float* weights = reinterpret_cast<const float*>(args.weight.data + panel * args.weight.panel_bytes);
+    const int64_t stride = args.weight.panel_bytes / static_cast<int64_t>(sizeof(float));
+    const float* weights = reinterpret_cast<const float*>(args.weight.data) + panel * stride;
     const float* input = static_cast<const float*>(args.input.values) + row * k;
     F16 acc[R][P];
     for (auto& a : acc)
@@ -416,7 +417,7 @@ struct F32 {
     for (int64_t i = 0; i < k; ++i) {
       prefetch.step();
       F16 w[P];
-      for (int p = 0; p < P; ++p) w[p] = load(weights + (p * k + i) * kPanel);
+      for (int p = 0; p < P; ++p) w[p] = load(weights + p * stride + i * kPanel);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4

@@ -14,6 +14,7 @@ void linear(const LinearArgs& args, int64_t panel_begin, int64_t panel_end);
 void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* y);
 void add_rows(const float* a, const float* b, int64_t n, float* y);
 void silu_mul(const float* gate, const float* up, int64_t n, float* y);
+void silu_mul_panels(const float* x, int64_t panels, float* y);
 void rope(const float* x, int64_t heads, int64_t head_dim, int64_t rotated_dim, bool interleaved, const float* cos,
           const float* sin, float* y);
 

@@ -17,6 +17,7 @@ const Kernels* kernels() {
       rms_norm,
       add_rows,
       silu_mul,
+      silu_mul_panels,
       rope,
       kv_write,
       attend,

@@ -32,6 +32,30 @@ void every_tile_runs_once_and_loops_are_ordered(int threads, int loops) {
   for (int tile = 0; tile < kTiles; ++tile) CHECK(a[tile] == loops);
 }
 
+void every_tile_is_in_one_range(int threads) {
+  Pool pool(threads);
+  for (const int tiles : {1, 2, threads, 37, 1000, 200'000}) {
+    std::vector<int> calls(static_cast<std::size_t>(tiles), 0);
+    std::vector<std::atomic<int>> inside(static_cast<std::size_t>(threads));
+    pool.parallel_ranges(tiles, [&](int begin, int end, int thread) {
+      CHECK(0 <= begin && begin < end && end <= tiles && 0 <= thread && thread < threads);
+      CHECK(++inside[thread] == 1);
+      for (int tile = begin; tile < end; ++tile) ++calls[tile];
+      --inside[thread];
+    });
+    for (const int count : calls) CHECK(count == 1);
+  }
+}
+
+void every_thread_takes_part() {
+  Pool pool(3);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<int> calls(3, 0);
+    pool.on_every_thread([&](int thread) { ++calls[thread]; });
+    for (const int count : calls) CHECK(count == 1);
+  }
+}
+
 void edge_counts() {
   Pool pool(2);
   std::atomic<int> calls{0};
@@ -94,6 +118,30 @@ void slow_tiles() {
   }
 }
 
+// Time is what the test says.
+void stalls_make_it_compute_alone() {
+  using namespace std::chrono_literals;
+  octavo::Contention contention;
+  auto now = octavo::Contention::Clock::time_point{} + 1h;
+  CHECK(!contention.alone(now));
+  contention.waited(10us, 50us, now);  // any tile may take that long
+  contention.waited(10ms, 2ms, now);   // or, among long ones, that long
+  CHECK(!contention.alone(now));
+  contention.waited(1ms, 3ms, now);
+  CHECK(contention.alone(now + 5ms));
+  CHECK(!contention.alone(now + 20ms));
+  now += 20ms;
+  contention.waited(1ms, 3ms, now);  // again: longer
+  CHECK(contention.alone(now + 20ms));
+  for (int i = 0; i < 20; ++i) contention.waited(1ms, 3ms, now);
+  CHECK(contention.alone(now + 180ms));
+  CHECK(!contention.alone(now + 251ms));  // it never gives up
+  now += 1s;
+  contention.waited(1ms, 3ms, now);  // a rare one
+  CHECK(contention.alone(now + 5ms));
+  CHECK(!contention.alone(now + 20ms));
+}
+
 void works_alone_after_fork() {
   Pool pool(2);
   std::atomic<int> calls{0};
@@ -121,10 +169,13 @@ void memory() {
 
 int main() {
   for (const int threads : {1, 2, 3, 16}) every_tile_runs_once_and_loops_are_ordered(threads, 2000 / threads);
+  for (const int threads : {1, 2, 5}) every_tile_is_in_one_range(threads);
+  every_thread_takes_part();
   edge_counts();
   exceptions_reach_the_caller();
   idle_uses_no_cpu_and_wakes_again();
   slow_tiles();
+  stalls_make_it_compute_alone();
   works_alone_after_fork();
   memory();
   return octavo::test::failures();

@@ -78,7 +78,7 @@ struct Recorded {
   Model model;
   std::vector<std::unique_ptr<Program>> programs;  // one per instruction set
 
-  explicit Recorded(bool float32) : model(float32) {
+  explicit Recorded(bool float32, bool fuse = true) : model(float32) {
     struct Layer {
       std::int32_t attn_norm, q, k, v, o, q_bias, mlp_norm, gate, up, down;
     };
@@ -113,7 +113,7 @@ struct Recorded {
         const Program::ValueId gate = p.linear(inner, layer.gate, -1), up = p.linear(inner, layer.up, -1);
         x = p.add(x, p.linear(p.silu_mul(gate, up), layer.down, -1));
       }
-      p.finish(p.linear(p.norm(p.select(x), norm, 1e-5f), embed, -1));
+      p.finish(p.linear(p.norm(p.select(x), norm, 1e-5f), embed, -1), fuse);
     }
     model.fill();
   }

@@ -31,8 +31,8 @@ class Model:
     def matrix(self, form: str, n: int, k: int) -> CpuWeight:
         return CpuWeight((n, k), self.native.declare_matrix(form, False, n, k))
 
-    def record(self, forward: Any) -> _native.Program:
-        return record(forward, self.weights, self.native, "portable")
+    def record(self, forward: Any, *, fuse: bool = True) -> _native.Program:
+        return record(forward, self.weights, self.native, "portable", fuse=fuse)
 
 
 def layer(ops: Any, weights: Any, inputs: Any) -> Any:
@@ -46,13 +46,78 @@ def layer(ops: Any, weights: Any, inputs: Any) -> Any:
 
 
 def test_instructions_and_phases() -> None:
-    program = Model().record(layer)
-    # The phases: embed, norm, quantize | q, k | round | v | angles, 2 ropes, write | attention | quantize | o | add |
-    # select, gate, quantize | head.
-    assert program.num_instructions == 19
-    assert program.num_phases == 11
-    assert program.vocab == 50
-    assert program.isa == "portable"
+    model = Model()
+    plain, fused = model.record(layer, fuse=False), model.record(layer)
+    for program in (plain, fused):
+        assert program.num_instructions == 19
+        assert program.vocab == 50
+        assert program.isa == "portable"
+    assert phases(plain) == [
+        "embed norm quantize",
+        "linear linear",
+        "quantize",
+        "linear",
+        "angles rope rope kv_write",
+        "attention",
+        "quantize",
+        "linear",
+        "add",
+        "select silu_mul quantize",
+        "linear",
+    ]
+    # The norm stays where it is, because v needs it in another form.
+    assert phases(fused) == [
+        "embed norm",
+        "quantize linear linear",
+        "quantize linear",
+        "angles rope rope kv_write",
+        "attention quantize",
+        "linear add",
+        "select silu_mul",
+        "quantize linear",
+    ]
+
+
+def test_a_layer_has_six_phases() -> None:
+    model = Model()
+    for name, n, k in (("v", 32, 64), ("gate", 96, 64), ("up", 96, 64), ("down", 64, 96)):
+        model.weights[name] = model.matrix("q4_1", n, k)
+
+    def forward(ops: Any, weights: Any, inputs: Any) -> Any:
+        x = ops.embed(weights["embed"], inputs.tokens)
+        for _ in range(2):
+            normed = ops.norm(x, weights["norm"], 1e-5)
+            q, k, v = (ops.linear(normed, weights[name]) for name in "qkv")
+            q, k = ops.rope(q, ROPE), ops.rope(k, ROPE)
+            ops.kv_write(ATTENTION, k, v)
+            x = ops.add(x, ops.linear(ops.attention(ATTENTION, q), weights["o"]))
+            normed = ops.norm(x, weights["norm"], 1e-5)
+            gate, up = ops.linear(normed, weights["gate"]), ops.linear(normed, weights["up"])
+            x = ops.add(x, ops.linear(ops.activate(Activation.SILU, gate, up), weights["down"]))
+        return ops.head(ops.norm(ops.select(x, inputs.logit_rows), weights["norm"], 1e-5), weights["embed"])
+
+    rows = iter(["angles rope rope kv_write", "rope rope kv_write"])
+    layers = [
+        [
+            "norm quantize linear linear linear",
+            next(rows),
+            "attention quantize",
+            "linear add",
+            "norm quantize linear linear silu_mul quantize",
+            "linear add",
+        ]
+        for _ in range(2)
+    ]
+    assert phases(model.record(forward)) == [
+        "embed",
+        *layers[0],
+        *layers[1],
+        "select norm quantize linear",
+    ]
+
+
+def phases(program: _native.Program) -> list[str]:
+    return [" ".join(ops) for ops, _ in _native.bench_phase_facts(program)]
 
 
 @pytest.mark.parametrize(

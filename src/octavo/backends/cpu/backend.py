@@ -30,17 +30,18 @@ _MOST_THREADS = 1024
 class CpuBackend:
     """`Backend` in C++. `threads` counts all threads that compute, None takes the CPUs this process may use.
 
-    `isa` is for tests: None takes the one of OCTAVO_ISA, else the fastest. Raises ConfigError for threads outside 1..1024 or an
-    OCTAVO_ISA that cannot run here.
+    `isa` and `fuse` are for tests: None takes the instruction set of OCTAVO_ISA, else the fastest; without `fuse` the program runs
+    as it was recorded. Raises ConfigError for threads outside 1..1024 or an OCTAVO_ISA that cannot run here.
     """
 
     name = "cpu"
 
-    def __init__(self, *, threads: int | None = None, isa: str | None = None) -> None:
+    def __init__(self, *, threads: int | None = None, isa: str | None = None, fuse: bool = True) -> None:
         self._threads = min(cpu_count(), _MOST_THREADS) if threads is None else threads
         if not 1 <= self._threads <= _MOST_THREADS:
             raise ConfigError(f"threads must be in 1..{_MOST_THREADS}, got {threads}", param="threads")
         self._isa = chosen_isa() if isa is None else isa
+        self._fuse = fuse
 
     def load(
         self, forward: Forward, tensors: Mapping[str, RawTensor], *, dtype: DType, progress: Progress | None = None
@@ -59,7 +60,7 @@ class CpuBackend:
         native = _native.Weights()
         weights = {name: _declare(native, tensor, float32=float32) for name, tensor in tensors.items()}
         try:
-            program = record(forward, weights, native, self._isa)
+            program = record(forward, weights, native, self._isa, fuse=self._fuse)
         except ValueError as error:
             raise UnsupportedModelError(f"the cpu backend cannot run this model: {error}") from error
         try:

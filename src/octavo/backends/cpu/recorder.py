@@ -38,11 +38,16 @@ class _Inputs:
     logit_rows = _LOGIT_ROWS
 
 
-def record(forward: Forward, weights: Mapping[str, CpuWeight], native: _native.Weights, isa: str) -> _native.Program:
-    """The program of a forward. Raises ValueError when it does something that the native instructions do not have."""
+def record(
+    forward: Forward, weights: Mapping[str, CpuWeight], native: _native.Weights, isa: str, *, fuse: bool = True
+) -> _native.Program:
+    """The program of a forward. Raises ValueError when it does something that the native instructions do not have.
+
+    Without `fuse` every operation keeps a phase of its own kind; the results are the same bits.
+    """
     program = _native.Program(native, isa)
     logits = forward(Recorder(program), weights, _Inputs())
-    program.finish(logits.id)
+    program.finish(logits.id, fuse=fuse)
     return program
 
 
