@@ -40,11 +40,19 @@ const Kernels& choose(const std::optional<std::string>& isa) { return isa ? kern
 // layers, num_blocks, num_kv_heads, head_dim, window (0: none)
 using Group = std::tuple<std::vector<std::int32_t>, std::int32_t, std::int32_t, std::int32_t, std::int32_t>;
 
-std::shared_ptr<KvStore> make_cache(bool float32, std::int32_t block_size, const std::vector<Group>& groups) {
+KvFormat kv_format(const std::string& name) {
+  if (name == "float32") return KvFormat::kF32;
+  if (name == "bfloat16") return KvFormat::kBF16;
+  if (name == "int8") return KvFormat::kI8;
+  throw std::invalid_argument("no KV cache format " + name + "; there are float32, bfloat16 and int8");
+}
+
+std::shared_ptr<KvStore> make_cache(const std::string& format, std::int32_t block_size,
+                                    const std::vector<Group>& groups) {
   std::vector<KvGroup> parts;
   for (const auto& [layers, num_blocks, num_kv_heads, head_dim, window] : groups)
     parts.push_back({layers, num_blocks, num_kv_heads, head_dim, window});
-  return std::make_shared<KvStore>(float32 ? KvFormat::kF32 : KvFormat::kBF16, block_size, std::move(parts));
+  return std::make_shared<KvStore>(kv_format(format), block_size, std::move(parts));
 }
 
 using LogitsArray = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
@@ -107,8 +115,8 @@ void register_program(nb::module_& m) {
       .def_prop_ro("bytes", &Weights::bytes);
 
   nb::class_<KvStore>(m, "KvStore", "The KV cache of all layers; pages are committed on first write.")
-      .def(nb::new_(&make_cache), "float32"_a, "block_size"_a, "groups"_a,
-           "Groups are (layers, num_blocks, num_kv_heads, head_dim, window or 0).")
+      .def(nb::new_(&make_cache), "format"_a, "block_size"_a, "groups"_a,
+           "Format float32, bfloat16 or int8; groups are (layers, num_blocks, num_kv_heads, head_dim, window or 0).")
       .def_prop_ro("reserved_bytes", &KvStore::reserved_bytes);
 
   nb::class_<Program>(m, "Program", "A recorded forward. Recording methods return value ids.")

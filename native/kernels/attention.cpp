@@ -2,10 +2,10 @@
 //
 // The arithmetic of one query row, which is all that decides its bits:
 //  - positions are cut into splits at absolute multiples of kKvSplit and into groups at multiples of 16;
-//  - a score is scale * log2(e) * (q k). In float32, q k is the sum over even head dimensions plus that over odd ones,
+//  - a score is scale * (q k). In float32, q k is the sum over even head dimensions plus that over odd ones,
 //    each an fma chain in ascending order. With 8-bit K, q is rounded to 16-bit integers in steps of absmax / 32767,
 //    the sum is exact, and the scale of the token's K is multiplied last;
-//  - within a split: the maximum, the weights 2^(score - maximum), and their sum lane by lane over the groups and then
+//  - within a split: the maximum, the weights e^(score - maximum), and their sum lane by lane over the groups and then
 //    by the tree of lanes;
 //  - the weighted sum of V of a split is an fma chain over ascending positions. With 8-bit V, weights times the scales
 //    of V are rounded to 16-bit integers in steps of their maximum / 32767, and the sum is exact;
@@ -31,7 +31,6 @@ inline constexpr int kTileVectors = 2;
 #endif
 inline constexpr int64_t kMostRows = 64;      // rows whose state is kept at once
 inline constexpr int64_t kMostHeadDim = 256;  // see core/kv_store.h
-inline constexpr float kLog2e = 1.44269504088896341f;
 inline constexpr float kMostWord = 32767.0f;
 inline constexpr float kMostByte = 127.0f;
 inline constexpr float kSmallest = 0x1p-100f;  // below it steps and their inverses would leave the normal range
@@ -341,7 +340,7 @@ struct Factors {
 };
 inline Factors merge_factors(F16 old_max, F16 split_max) {
   const F16 most = max(old_max, split_max);
-  return {exp2_nonpositive(sub(old_max, most)), exp2_nonpositive(sub(split_max, most)), most};
+  return {exp_nonpositive(sub(old_max, most)), exp_nonpositive(sub(split_max, most)), most};
 }
 
 // The words of a row's weights times the scales of V.
@@ -421,7 +420,7 @@ inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead& a
     F16 sum_lanes = zero();
     for (int64_t group = first_group; group <= last_group; ++group) {
       float* w = weights.of[r] + (group * kLanes - split);
-      const F16 e = exp2_nonpositive(sub(load(w), most));
+      const F16 e = exp_nonpositive(sub(load(w), most));
       sum_lanes = add(sum_lanes, e);
       store(w, e);
     }
@@ -481,7 +480,6 @@ inline void attend_head(const AttendArgs& a) {
   const Head<T> head(a);
   const int64_t heads_per_kv = a.num_heads / a.cache.num_kv_heads;
   const int64_t total = (a.token_end - a.token_begin) * heads_per_kv;
-  const float scale = a.scale * kLog2e;
   for (int64_t first = 0; first < total; first += kMostRows) {
     Row rows[kMostRows];
     alignas(64) int16_t words[sizeof(T) == 1 ? kMostRows * kMostHeadDim : 1];
@@ -493,11 +491,11 @@ inline void attend_head(const AttendArgs& a) {
       const int64_t position = a.positions[token];
       const int64_t begin = a.window > 0 ? larger(0, position - a.window + 1) : 0;
       float* out = a.partials == nullptr ? a.out + at : a.partials + (first + i) * attend_partial_size(head.head_dim);
-      rows[i] = {a.q + at, words, scale, out, begin, position + 1, 0.0f, 0.0f, false};
+      rows[i] = {a.q + at, words, a.scale, out, begin, position + 1, 0.0f, 0.0f, false};
       if constexpr (sizeof(T) == 1) {
         int16_t* to = words + i * head.head_dim;
         rows[i].words = to;
-        rows[i].factor = scale * to_words(rows[i].q, head.head_dim, to);
+        rows[i].factor = a.scale * to_words(rows[i].q, head.head_dim, to);
       }
     }
     if (a.partials != nullptr) {

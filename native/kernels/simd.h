@@ -273,45 +273,42 @@ inline float reduce_max(F16 a) {
 
 #endif
 
-// e^x within 2 ulp for x in [-87, 88]; 0 below -87 (also for -inf), values above 88 are clamped to e^88. NaN gives a
-// finite value. Cody-Waite reduction by ln 2 in two parts, degree-6 polynomial (coefficients 1/n! are accurate enough
-// on |r| <= ln2/2).
-inline F16 exp(F16 x) {
-  const F16 clamped = min(max(x, splat(-87.0f)), splat(88.0f));
-  const I16 n = round_int(mul(clamped, splat(1.44269504088896341f)));
-  const F16 nf = to_float(n);
-  F16 r = fma(nf, splat(-0.693145751953125f), clamped);
-  r = fma(nf, splat(-1.42860682030941723e-6f), r);
+// e^x / 2^n for n near x / ln 2: Cody-Waite reduction by ln 2 in two parts, then a polynomial of degree 6 (coefficients
+// 1/n! are accurate enough on |r| <= ln2/2).
+inline F16 exp_polynomial(F16 x, F16 n) {
+  F16 r = fma(n, splat(-0.693145751953125f), x);
+  r = fma(n, splat(-1.42860682030941723e-6f), r);
   F16 p = splat(1.0f / 720.0f);
   p = fma(p, r, splat(1.0f / 120.0f));
   p = fma(p, r, splat(1.0f / 24.0f));
   p = fma(p, r, splat(1.0f / 6.0f));
   p = fma(p, r, splat(0.5f));
   p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  return where_less(x, splat(-87.0f), zero(), mul(p, exp2_int(n)));
+  return fma(p, r, splat(1.0f));
 }
 
-// 2^x within 1.5 ulp for x in [-125, 0]; 0 below -125 (also for -inf), NaN for NaN. Exactly 1 for 0. Polynomial of
-// degree 5, minimax in relative error on [-1/2, 1/2].
-inline F16 exp2_nonpositive(F16 x) {
+// e^x within 2 ulp for x in [-87, 88]; 0 below -87 (also for -inf), values above 88 are clamped to e^88. NaN gives a
+// finite value.
+inline F16 exp(F16 x) {
+  const F16 clamped = min(max(x, splat(-87.0f)), splat(88.0f));
+  const I16 n = round_int(mul(clamped, splat(1.44269504088896341f)));
+  return where_less(x, splat(-87.0f), zero(), mul(exp_polynomial(clamped, to_float(n)), exp2_int(n)));
+}
+
+// The bits of exp for x <= 0, with less work; but NaN for NaN.
+inline F16 exp_nonpositive(F16 x) {
 #if defined(OCTAVO_ISA_avx512)
-  const F16 n = {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  const F16 n = {_mm512_roundscale_ps(_mm512_mul_ps(x.v, _mm512_set1_ps(1.44269504088896341f)),
+                                      _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 #else
-  const I16 exponent = round_int(max(x, splat(-126.0f)));
+  const I16 exponent = round_int(mul(max(x, splat(-87.0f)), splat(1.44269504088896341f)));
   const F16 n = to_float(exponent);
 #endif
-  const F16 r = sub(x, n);
-  F16 p = splat(0x1.5bba14p-10f);
-  p = fma(p, r, splat(0x1.3cea88p-7f));
-  p = fma(p, r, splat(0x1.c6b752p-5f));
-  p = fma(p, r, splat(0x1.ebf9bcp-3f));
-  p = fma(p, r, splat(0x1.62e42ap-1f));
-  p = fma(p, r, splat(1.0f));
+  const F16 p = exp_polynomial(x, n);
 #if defined(OCTAVO_ISA_avx512)
-  return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ), p.v, n.v)};
+  return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), p.v, n.v)};
 #else
-  return where_less(x, splat(-125.0f), zero(), mul(p, exp2_int(exponent)));
+  return where_less(x, splat(-87.0f), zero(), mul(p, exp2_int(exponent)));
 #endif
 }
 

@@ -56,6 +56,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     """Memory for the KV cache."""
 
     block_size: Annotated[Literal[8, 16, 32], Help("tokens per KV block")] = 16
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "int8"],
+        Help("what K and V are kept as; auto follows --dtype, int8 takes half the memory of bfloat16"),
+    ] = "auto"
     kv_cache_memory: Annotated[
         str | None,
         Help("memory for the KV cache, in bytes or with a suffix (512M, 2G)", aliases=("--kv-cache-memory-bytes",)),

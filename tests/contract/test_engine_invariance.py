@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from octavo.backends.base import KVDType
 from octavo.backends.cpu.backend import CpuBackend
 from octavo.config import SchedulerConfig
 from octavo.contracts import GenerateRequest, KVLayout, RequestId, TokenEvent, TokenLogprobs, TokenSampling
@@ -47,9 +48,12 @@ class Engine:
         num_blocks: int | None = None,
         caching: bool = True,
         threads: int = 1,
+        kv_dtype: KVDType = "auto",
     ) -> None:
-        model = CpuBackend(threads=threads).load(make_forward(spec), random_tensors(spec, Format.Q4_1), dtype="auto")
-        groups = spec.kv_groups(model.bytes_per_kv_value)
+        model = CpuBackend(threads=threads).load(
+            make_forward(spec), random_tensors(spec, Format.Q4_1), dtype="auto", kv_dtype=kv_dtype
+        )
+        groups = spec.kv_groups(model.bytes_per_kv_value, model.bytes_per_kv_scale)
         layout = KVLayout(block_size=block_size, groups=groups, num_blocks=(num_blocks or 2000,) * len(groups))
         self.scheduler = Scheduler(
             layout,
@@ -146,6 +150,21 @@ def test_batches_and_chunks(spec: ModelSpec, engines: list[Engine]) -> None:
         engine = Engine(spec, caching=False, **changes)
         engines.append(engine)
         assert engine.run(requests) == expected, changes
+
+
+def test_an_int8_cache(spec: ModelSpec, engines: list[Engine]) -> None:
+    """Cached blocks hold what the same tokens would write again, wherever chunks and blocks end."""
+    requests = requests_for(spec)
+    answers = []
+    for block_size, budget in ((16, 512), (8, 20), (32, 27)):
+        engine = Engine(spec, block_size=block_size, budget=budget, kv_dtype="int8")
+        engines.append(engine)
+        answers += [engine.run(requests), engine.run(requests)]
+        assert engine.num_cached > 0
+    assert all(answer == answers[0] for answer in answers)
+    exact = Engine(spec)
+    engines.append(exact)
+    assert exact.run(requests) != answers[0]
 
 
 def test_cold_and_warm_cache(spec: ModelSpec, engines: list[Engine]) -> None:

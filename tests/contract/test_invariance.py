@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from octavo.backends.base import BackendModel, DType
+from octavo.backends.base import BackendModel, DType, KVDType
 from octavo.backends.cpu.backend import CpuBackend
 from octavo.loaders.checkpoint import open_gguf
 from octavo.models import ModelSpec, make_forward
@@ -30,10 +30,10 @@ TINY = tiny_spec(windows=(None, 40), qkv_bias=True)
 TINY_LENGTHS = (300, 1, 2, 17, 64, 65, 128, 31, 7, 33, 90, 5, 256, 16, 15, 100, 8)
 
 
-def tiny(form: Format, dtype: DType) -> Load:
+def tiny(form: Format, dtype: DType, kv_dtype: KVDType = "auto") -> Load:
     def load(threads: int, isa: str | None) -> tuple[ModelSpec, BackendModel]:
         backend = CpuBackend(threads=threads, isa=isa)
-        return TINY, backend.load(make_forward(TINY), random_tensors(TINY, form), dtype=dtype)
+        return TINY, backend.load(make_forward(TINY), random_tensors(TINY, form), dtype=dtype, kv_dtype=kv_dtype)
 
     return load
 
@@ -44,6 +44,7 @@ CASES = {
     "q4_0": (tiny(Format.Q4_0, "auto"), ISAS),
     "bfloat16": (tiny(Format.BF16, "bfloat16"), ISAS),
     "float32": (tiny(Format.F32, "float32"), ISAS),
+    "int8 cache": (tiny(Format.Q8_0, "auto", "int8"), ISAS),
 }
 
 

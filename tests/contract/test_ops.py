@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from octavo.backends.base import BackendModel, Batch, DType
-from octavo.backends.numpy.backend import round_to_bf16
+from octavo.backends.base import BackendModel, Batch, DType, KVDType
+from octavo.backends.numpy.backend import round_to_bf16, round_to_int8
 from octavo.contracts import KVGroup, KVLayout, Retention
 from octavo.ops import Activation, Attention, Ops, RopeStyle, Weight
 from octavo.quant import Format, RawTensor, dequantize
@@ -46,7 +46,14 @@ def bit_equal(backend: str) -> tuple[str, ...]:
 
 
 def one_op(
-    backend: str, body: Body, x: F32, columns: int, weights: Mapping[str, RawTensor], *, dtype: DType = "float32"
+    backend: str,
+    body: Body,
+    x: F32,
+    columns: int,
+    weights: Mapping[str, RawTensor],
+    *,
+    dtype: DType = "float32",
+    kv_dtype: KVDType = "auto",
 ) -> BackendModel:
     """A model that computes `body(ops, weights, x)`; token t stands for row t of x."""
 
@@ -56,7 +63,7 @@ def one_op(
 
     identity = raw_tensor("head", np.eye(columns), Format.F32)
     tensors = {"embed": raw_tensor("embed", x, Format.F32), "head": identity, **weights}
-    return make(backend).load(forward, tensors, dtype=dtype)
+    return make(backend).load(forward, tensors, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def compute(
@@ -236,7 +243,9 @@ def test_embed(backend: str, form: Format) -> None:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_model(backend: str, attention: Attention, x: F32, dtype: DType) -> BackendModel:
+def attention_model(
+    backend: str, attention: Attention, x: F32, dtype: DType, kv_dtype: KVDType = "auto"
+) -> BackendModel:
     """x holds q, k and v side by side."""
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     eye = np.eye(q + 2 * kv)
@@ -248,7 +257,7 @@ def attention_model(backend: str, attention: Attention, x: F32, dtype: DType) ->
         return ops.attention(attention, queries)
 
     weights = {name: raw_tensor(name, matrix, Format.F32) for name, matrix in parts.items()}
-    return one_op(backend, body, x, q, weights, dtype=dtype)
+    return one_op(backend, body, x, q, weights, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def attention_layout(attention: Attention, block_size: int, num_tokens: int) -> KVLayout:
@@ -282,13 +291,37 @@ def expected_attention(attention: Attention, x: F32, tokens: Sequence[int]) -> F
     return out
 
 
+def as_cached(attention: Attention, x: F32, kv_dtype: KVDType) -> F32:
+    """x with K and V as a cache returns them."""
+    queries = attention.num_heads * attention.head_dim
+    cached = x.copy()
+    if kv_dtype == "bfloat16":
+        cached[:, queries:] = round_to_bf16(x[:, queries:])
+    elif kv_dtype == "int8":
+        cached[:, queries:] = round_to_int8(x[:, queries:], attention.head_dim)
+    return cached
+
+
+def attention_bound(backend: str, kv_dtype: KVDType) -> float:
+    """8-bit K and V are multiplied with queries and weights of 16 bits in the native backend."""
+    return 1.5e-3 if kv_dtype == "int8" and backend != "numpy" else 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "int8"])
 @pytest.mark.parametrize("chunk", [None, 1, 37])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window"), [(9, 3, 64, None), (4, 4, 48, None), (4, 1, 32, 50), (6, 2, 80, 300)]
 )
 def test_attention(
-    backend: str, heads: int, kv_heads: int, head_dim: int, window: int | None, block_size: int, chunk: int | None
+    backend: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    block_size: int,
+    chunk: int | None,
+    kv_dtype: KVDType,
 ) -> None:
     """Rows of one token and of many, beyond the split at 256 tokens, in one batch."""
     attention = Attention(
@@ -302,12 +335,13 @@ def test_attention(
     layout = attention_layout(attention, block_size, total + 3 * block_size)
     results = []
     for name in bit_equal(backend):
-        model = attention_model(name, attention, x, "float32")
+        model = attention_model(name, attention, x, "float32", kv_dtype)
         model.allocate_kv(layout)
         results.append(run(model, layout, sequences, chunk=chunk))
         model.close()
     for got, tokens in zip(results[0], sequences, strict=True):
-        assert_within(got, expected_attention(attention, x, tokens), 1e-5)
+        expected = expected_attention(attention, as_cached(attention, x, kv_dtype), tokens)
+        assert_within(got, expected, attention_bound(backend, kv_dtype))
     for other in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True)), "instruction sets differ"
 
@@ -338,3 +372,20 @@ def test_large_scores_do_not_overflow(backend: str) -> None:
     # Scores reach some thousands, where float32 products are off by 1e-3: weights are off by that share.
     assert np.isfinite(got).all()
     assert_within(got, expected, 5e-3)
+
+
+def test_an_int8_cache_takes_any_scale(backend: str) -> None:
+    """Heads of very different sizes in one sequence, some of them zero: each has a scale of its own."""
+    attention = Attention(layer=0, num_heads=2, num_kv_heads=1, head_dim=32, scale=32**-0.5)
+    x = normal(60, 4 * 32)
+    x[:, 64:96] *= np.float32(10) ** (np.arange(60, dtype=np.float32)[:, np.newaxis] % 5 / 3)
+    x[::7, 64:] = 0
+    x[3::7, 96:] *= np.float32(1e-35)
+    layout = attention_layout(attention, 16, 100)
+    model = attention_model(backend, attention, x, "float32", "int8")
+    model.allocate_kv(layout)
+    (got,) = run(model, layout, [range(60)])
+    model.close()
+    expected = expected_attention(attention, as_cached(attention, x, "int8"), range(60))
+    assert np.abs(expected).max() > 0.5
+    assert_within(got, expected, 4 * attention_bound(backend, "int8"))

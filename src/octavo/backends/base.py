@@ -21,6 +21,16 @@ I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KVDType = Literal["auto", "bfloat16", "int8"]
+"""What a KV cache may be asked to hold. `auto`: what the activations are, in bfloat16 or float32."""
+KVFormat = Literal["float32", "bfloat16", "int8"]
+"""What a KV cache holds.
+
+int8: for each token and head, K and V are levels -127..127 times a float32 scale, absmax / 127. A level is x * (127 / absmax) in
+float32, rounded to nearest even. A head whose absmax is below 2^-100 is all zero. Written once, so that no later token changes it.
+"""
+KV_BYTES: dict[KVFormat, tuple[int, int]] = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 4)}
+"""Bytes in the native cache: of each value, and of the scale of each token's and head's K or V."""
 
 Forward = Callable[[Ops[Any], Mapping[str, Weight], Inputs[Any]], Any]
 """(ops, weights by canonical name, inputs) -> logits array of the backend, [S, vocab]."""
@@ -51,6 +61,11 @@ class BackendModel(Protocol):
     @property
     def bytes_per_kv_value(self) -> float:
         """Bytes that one K or V element takes in the cache."""
+        ...
+
+    @property
+    def bytes_per_kv_scale(self) -> int:
+        """Bytes of the scale that K or V of one token and head has in the cache, 0 where there is none."""
         ...
 
     @property
@@ -149,7 +164,13 @@ class Backend(Protocol):
     name: str
 
     def load(
-        self, forward: Forward, tensors: Mapping[str, RawTensor], *, dtype: DType, progress: Progress | None = None
+        self,
+        forward: Forward,
+        tensors: Mapping[str, RawTensor],
+        *,
+        dtype: DType,
+        kv_dtype: KVDType = "auto",
+        progress: Progress | None = None,
     ) -> BackendModel:
         """Makes weight handles of canonically named tensors and prepares the forward.
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import ModelFileError
 
 if TYPE_CHECKING:
+    from octavo.backends.base import KVFormat
     from octavo.loaders.checkpoint import Checkpoint
     from octavo.models.spec import ModelSpec
-
-_BFLOAT16_BYTES = 2
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,6 +23,9 @@ def add_parser(subparsers: Any) -> None:
         "model", metavar="MODEL", help="catalogue name, .gguf file, Hugging Face folder or repository id"
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face repository")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("bfloat16", "int8"), default="bfloat16", help="what the KV cache would be kept as"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.set_defaults(run=run)
 
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the facts. Returns 1 for a model that octavo cannot serve, after telling what is known of it."""
     from octavo.loaders.checkpoint import open_checkpoint
 
-    facts = describe(open_checkpoint(arguments.model, revision=arguments.revision))
+    facts = describe(open_checkpoint(arguments.model, revision=arguments.revision), arguments.kv_cache_dtype)
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if facts["supported"] else 1
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, kv_format: KVFormat = "bfloat16") -> dict[str, Any]:
     """Facts of a model, JSON-ready. Sizes are in bytes, None where the architecture is not known."""
     from octavo.obs.machine import free_memory_bytes, total_memory_bytes
 
@@ -67,13 +69,15 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "weights_fit": sum(by_format.values()) <= free,
     }
     if spec is not None:
-        facts |= _shape_facts(spec, free - sum(by_format.values()))
+        facts |= _shape_facts(spec, free - sum(by_format.values()), kv_format)
     return facts
 
 
-def _shape_facts(spec: ModelSpec, memory_for_kv: int) -> dict[str, Any]:
-    """Sizes of the model, and how many tokens of KV in bfloat16 the memory left beside its weights holds."""
-    groups = spec.kv_groups(_BFLOAT16_BYTES)
+def _shape_facts(spec: ModelSpec, memory_for_kv: int, kv_format: KVFormat) -> dict[str, Any]:
+    """Sizes of the model, and how many tokens of KV in this format the memory left beside its weights holds."""
+    from octavo.backends.base import KV_BYTES
+
+    groups = spec.kv_groups(*KV_BYTES[kv_format])
     per_token = sum(group.bytes_per_token for group in groups)
     tokens = max(0, memory_for_kv) // per_token
     return {

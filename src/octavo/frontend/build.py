@@ -228,11 +228,17 @@ def load_back(checkpoint: Checkpoint, config: Config, progress: Progress | None 
             param="max_model_len",
         )
     free_bytes = free_memory_bytes()
-    loaded = load_model(checkpoint, make_backend(config.backend), dtype=config.model.dtype, progress=progress)
+    loaded = load_model(
+        checkpoint,
+        make_backend(config.backend),
+        dtype=config.model.dtype,
+        kv_dtype=config.cache.kv_cache_dtype,
+        progress=progress,
+    )
     try:
         budget = budget_memory(
             config,
-            spec.kv_groups(loaded.model.bytes_per_kv_value),
+            spec.kv_groups(loaded.model.bytes_per_kv_value, loaded.model.bytes_per_kv_scale),
             spec.max_context,
             free_bytes,
             loaded.model.weight_bytes,

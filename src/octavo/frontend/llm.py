@@ -48,7 +48,7 @@ class LLM:
 
     model: catalogue name, .gguf file, Hugging Face folder or repository id. seed: makes requests without a seed of
     their own repeatable, in the order in which they are given. All other keywords are the server's options with
-    underscores (dtype, revision, chat_template, max_model_len, max_logprobs, generation_config, block_size,
+    underscores (dtype, revision, chat_template, max_model_len, max_logprobs, generation_config, block_size, kv_cache_dtype,
     kv_cache_memory, gpu_memory_utilization, enable_prefix_caching, max_num_seqs, max_num_batched_tokens,
     enable_chunked_prefill, backend, threads, engine_process).
 

@@ -69,12 +69,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             shapes["head"] = (self.vocab_size, self.hidden)
         return shapes
 
-    def kv_groups(self, bytes_per_value: float) -> tuple[KVGroup, ...]:
-        """Layers grouped by retention rule, full attention first, then windows ascending."""
+    def kv_groups(self, bytes_per_value: float, bytes_per_scale: int = 0) -> tuple[KVGroup, ...]:
+        """Layers grouped by retention rule, full attention first, then windows ascending.
+
+        K and V of one token and head take `bytes_per_value` for each of their elements, and `bytes_per_scale` once each.
+        """
         by_window: dict[int | None, list[int]] = {}
         for layer in range(self.num_layers):
             by_window.setdefault(self.window(layer), []).append(layer)
-        per_layer = int(2 * self.num_kv_heads * self.head_dim * bytes_per_value)
+        per_layer = 2 * self.num_kv_heads * int(self.head_dim * bytes_per_value + bytes_per_scale)
         return tuple(
             KVGroup(
                 layers=tuple(layers),

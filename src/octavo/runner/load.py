@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from octavo.backends.base import Backend, BackendModel, DType, Progress
+from octavo.backends.base import Backend, BackendModel, DType, KVDType, Progress
 from octavo.errors import ModelFileError, UnsupportedModelError
 from octavo.loaders.checkpoint import Checkpoint
 from octavo.models import ModelSpec, find_family, make_forward
@@ -24,7 +24,12 @@ class LoadedModel(msgspec.Struct, frozen=True):
 
 
 def load_model(
-    checkpoint: Checkpoint, backend: Backend, *, dtype: DType = "auto", progress: Progress | None = None
+    checkpoint: Checkpoint,
+    backend: Backend,
+    *,
+    dtype: DType = "auto",
+    kv_dtype: KVDType = "auto",
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint's weights into a backend.
 
@@ -33,7 +38,8 @@ def load_model(
     """
     spec = read_spec(checkpoint)
     tensors = canonical_tensors(checkpoint, spec)
-    return LoadedModel(spec, backend.load(make_forward(spec), tensors, dtype=dtype, progress=progress))
+    model = backend.load(make_forward(spec), tensors, dtype=dtype, kv_dtype=kv_dtype, progress=progress)
+    return LoadedModel(spec, model)
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.backends.base import Batch, DType
+from octavo.backends.base import Batch, DType, KVDType
+from octavo.backends.cpu import _native
 from octavo.backends.cpu.backend import CpuBackend, CpuModel
 from octavo.backends.cpu.build import available_isas, chosen_isa
 from octavo.contracts import KVGroup, KVLayout
@@ -106,14 +107,34 @@ def test_threads_and_chunks_do_not_change_bits(dtype: DType, form: Format) -> No
 
 
 def test_dtypes() -> None:
-    assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-2-kv-bfloat16"
+    assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-1-kv-bfloat16"
     assert load("auto").bytes_per_kv_value == 2
-    assert load("float32").arithmetic == "cpu-2-kv-float32"
+    assert load("float32").arithmetic == "cpu-1-kv-float32"
     assert load("float32").bytes_per_kv_value == 4
     assert load("float32", Format.F32).weight_bytes > 1.9 * load("auto", Format.F32).weight_bytes
     assert load("float32", Format.Q8_0).weight_bytes == load("auto", Format.Q8_0).weight_bytes
     with pytest.raises(ConfigError, match=r"float16.*bfloat16"):
         load("float16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "held", "bytes_of_a_head"),
+    [
+        ("auto", "auto", "bfloat16", 64),
+        ("auto", "int8", "int8", 36),
+        ("float32", "int8", "int8", 36),
+        ("float32", "bfloat16", "bfloat16", 64),
+        ("float32", "auto", "float32", 128),
+    ],
+)
+def test_kv_cache_formats(dtype: DType, kv_dtype: KVDType, held: str, bytes_of_a_head: int) -> None:
+    model = CpuBackend(threads=1).load(forward, tensors(Format.Q8_0), dtype=dtype, kv_dtype=kv_dtype)
+    assert model.arithmetic == f"cpu-1-kv-{held}"
+    assert 32 * model.bytes_per_kv_value + model.bytes_per_kv_scale == bytes_of_a_head
+    cache = _native.KvStore(held, 16, [([0, 1], 4096, 2, 32, 0)])
+    assert cache.reserved_bytes == 2 * 4096 * 2 * 16 * 2 * bytes_of_a_head
+    with pytest.raises(ValueError, match=r"fp8.*bfloat16 and int8"):
+        _native.KvStore("fp8", 16, [([0], 3, 2, 32, 0)])
 
 
 def test_unsupported_tensors_are_refused_by_name() -> None:

@@ -133,7 +133,10 @@ def test_unknown_flags_are_refused_by_name(flag: str, message: str, capsys: pyte
     assert message in error
 
 
-@pytest.mark.parametrize("arguments", [["--block-size", "12"], ["--dtype", "int4"], ["--port", "http"], ["--port"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--block-size", "12"], ["--dtype", "int4"], ["--port", "http"], ["--port"], ["--kv-cache-dtype", "fp8_e5m2"]],
+)
 def test_bad_values_are_refused_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         config(*arguments)

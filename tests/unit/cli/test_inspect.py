@@ -50,6 +50,8 @@ def test_the_default_model(smollm2: Path, capsys: pytest.CaptureFixture[str], mo
     assert (known["architecture"], known["layers"], known["heads"], known["kv_heads"]) == ("llama", 30, 9, 3)
     assert (known["context"], known["vocabulary"], known["tied_head"]) == (8192, 49_152, True)
     assert known["kv_bytes_per_token"] == 2 * 2 * 30 * 3 * 64
+    assert run(str(smollm2), "--json", "--kv-cache-dtype", "int8") == 0
+    assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 2 * 30 * 3 * (64 + 4)
     assert known["kv_tokens_that_fit"] == (free - weights) // 23_040
     assert known["full_contexts_that_fit"] == 0
     assert known["weights_fit"] is True

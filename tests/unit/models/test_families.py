@@ -151,6 +151,8 @@ def test_smollm2_gguf() -> None:
     spec = GGUF.from_gguf(SMOLLM2_GGUF, tensors)
     assert (spec.num_layers, spec.hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
     assert spec.tied_head and spec.rope.style is RopeStyle.INTERLEAVED
+    assert [group.bytes_per_token for group in spec.kv_groups(2.0)] == [30 * 2 * 3 * 64 * 2]
+    assert [group.bytes_per_token for group in spec.kv_groups(1.0, 4)] == [30 * 2 * 3 * (64 + 4)]
     assert spec.rope.inverse_frequencies[1] == pytest.approx(100000.0 ** (-2 / 64))
     names = GGUF.gguf_names(spec)
     assert list(names) == list(spec.weight_shapes())

@@ -27,6 +27,7 @@ class RecordingModel:
     """A `BackendModel` whose logits favour token (input token + 1), and that keeps every batch."""
 
     bytes_per_kv_value = 4.0
+    bytes_per_kv_scale = 0
     weight_bytes = 0
     arithmetic = "fake"
 

@@ -45,7 +45,7 @@ class Weights:
 
 class KvStore:
     def __init__(
-        self, float32: bool, block_size: int, groups: Sequence[tuple[list[int], int, int, int, int]]
+        self, format: str, block_size: int, groups: Sequence[tuple[list[int], int, int, int, int]]
     ) -> None: ...
     @property
     def reserved_bytes(self) -> int: ...

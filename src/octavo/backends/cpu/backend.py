@@ -2,7 +2,7 @@
 
 Quantized matrices stay as stored and are multiplied with 8-bit activations, one scale per 32. Other matrices are bfloat16 with
 activations rounded to bfloat16, or float32 with dtype float32. Norms, biases, the residual stream and all sums are float32. K and V
-are bfloat16, or float32 with dtype float32. A row's bits depend on nothing but the row: see docs/architecture.md.
+are bfloat16, float32 with dtype float32, or int8 on request. A row's bits depend on nothing but the row: see docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from octavo.backends.base import F32, BackendModel, Batch, DType, Forward, Progress, Sampler
+from octavo.backends.base import (
+    F32,
+    KV_BYTES,
+    BackendModel,
+    Batch,
+    DType,
+    Forward,
+    KVDType,
+    KVFormat,
+    Progress,
+    Sampler,
+)
 from octavo.backends.cpu import _native
 from octavo.backends.cpu.build import chosen_isa
 from octavo.backends.cpu.recorder import CpuWeight, record
@@ -21,7 +32,7 @@ from octavo.contracts import KVLayout
 from octavo.errors import ConfigError, UnsupportedModelError
 from octavo.quant import RawTensor, dequantize
 
-ARITHMETIC_VERSION = 2
+ARITHMETIC_VERSION = 1
 """Part of the name of everything that was computed: raised when any bit of a result may change."""
 
 _MOST_THREADS = 1024
@@ -44,7 +55,13 @@ class CpuBackend:
         self._fuse = fuse
 
     def load(
-        self, forward: Forward, tensors: Mapping[str, RawTensor], *, dtype: DType, progress: Progress | None = None
+        self,
+        forward: Forward,
+        tensors: Mapping[str, RawTensor],
+        *,
+        dtype: DType,
+        kv_dtype: KVDType = "auto",
+        progress: Progress | None = None,
     ) -> BackendModel:
         """Records the forward, then packs all tensors.
 
@@ -75,7 +92,8 @@ class CpuBackend:
             done += tensor.data.nbytes
             if progress is not None:
                 progress(done, total)
-        return CpuModel(program, pool, weight_bytes=native.bytes, float32=float32)
+        kv_format: KVFormat = kv_dtype if kv_dtype != "auto" else "float32" if float32 else "bfloat16"
+        return CpuModel(program, pool, weight_bytes=native.bytes, kv_format=kv_format)
 
 
 def _declare(native: _native.Weights, tensor: RawTensor, *, float32: bool) -> CpuWeight:
@@ -104,18 +122,23 @@ def _fill(native: _native.Weights, pool: _native.Pool, weight: CpuWeight, tensor
 class CpuModel:
     """`BackendModel` of the cpu backend. Owns weights, cache and threads through its native objects."""
 
-    def __init__(self, program: _native.Program, pool: _native.Pool, *, weight_bytes: int, float32: bool) -> None:
+    def __init__(self, program: _native.Program, pool: _native.Pool, *, weight_bytes: int, kv_format: KVFormat) -> None:
         self._program: _native.Program | None = program
         self._pool: _native.Pool | None = pool
         self._vocab_size = program.vocab
         self._isa = program.isa
         self._weight_bytes = weight_bytes
-        self._float32 = float32
+        self._kv_format: KVFormat = kv_format
 
     @property
     def bytes_per_kv_value(self) -> float:
-        """2 for bfloat16, 4 for float32."""
-        return 4.0 if self._float32 else 2.0
+        """4 for float32, 2 for bfloat16, 1 for int8."""
+        return float(KV_BYTES[self._kv_format][0])
+
+    @property
+    def bytes_per_kv_scale(self) -> int:
+        """4 for int8."""
+        return KV_BYTES[self._kv_format][1]
 
     @property
     def weight_bytes(self) -> int:
@@ -125,7 +148,7 @@ class CpuModel:
     @property
     def arithmetic(self) -> str:
         """Version and KV format; instruction sets and threads do not change bits."""
-        return f"cpu-{ARITHMETIC_VERSION}-kv-{'float32' if self._float32 else 'bfloat16'}"
+        return f"cpu-{ARITHMETIC_VERSION}-kv-{self._kv_format}"
 
     def allocate_kv(self, layout: KVLayout) -> None:
         """Reserves the cache. Raises ConfigError when its address space cannot be had."""
@@ -134,7 +157,7 @@ class CpuModel:
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
         ]
         try:
-            self._open().bind(_native.KvStore(self._float32, layout.block_size, groups))
+            self._open().bind(_native.KvStore(self._kv_format, layout.block_size, groups))
         except MemoryError as error:
             raise ConfigError("no memory for the KV cache; lower --kv-cache-memory or --max-model-len") from error
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.backends.base import F32, I32, BackendModel, Batch, DType, Forward, Progress, Sampler
+from octavo.backends.base import F32, I32, BackendModel, Batch, DType, Forward, KVDType, KVFormat, Progress, Sampler
 from octavo.backends.numpy.sampler import NumpySampler
 from octavo.contracts import KVLayout
 from octavo.errors import ConfigError
@@ -23,19 +23,26 @@ from octavo.ops import Activation, Attention, Rope, RopeStyle, Weight
 from octavo.quant import Format, RawTensor, dequantize, quantize
 
 ARITHMETIC_VERSION = 1
+_SMALLEST_ABSMAX = np.float32(2.0**-100)
 
 
 class NumpyBackend:
     """`Backend` in numpy, with dtype float32 (also `auto`) or bfloat16.
 
     With bfloat16, unquantized matrices, the inputs of products with them, and K and V are rounded to bfloat16; products
-    and sums stay float32.
+    and sums stay float32. K and V are rounded to bfloat16 or to 8 bits also where `kv_dtype` says so.
     """
 
     name = "numpy"
 
     def load(
-        self, forward: Forward, tensors: Mapping[str, RawTensor], *, dtype: DType, progress: Progress | None = None
+        self,
+        forward: Forward,
+        tensors: Mapping[str, RawTensor],
+        *,
+        dtype: DType,
+        kv_dtype: KVDType = "auto",
+        progress: Progress | None = None,
     ) -> BackendModel:
         """Dequantizes all tensors. Raises ConfigError for float16."""
         if dtype == "float16":
@@ -49,7 +56,8 @@ class NumpyBackend:
             done += tensor.data.nbytes
             if progress is not None:
                 progress(done, total)
-        return NumpyModel(forward, weights, rounded=rounded)
+        kv_format: KVFormat = kv_dtype if kv_dtype != "auto" else "bfloat16" if rounded else "float32"
+        return NumpyModel(forward, weights, kv_format=kv_format)
 
 
 class NumpyWeight(msgspec.Struct, frozen=True):
@@ -75,13 +83,24 @@ def round_to_bf16(values: F32) -> F32:
     return dequantize(RawTensor(name="", shape=values.shape, format=Format.BF16, data=quantize(values, Format.BF16)))
 
 
+def round_to_int8(values: F32, head_dim: int) -> F32:
+    """What an int8 KV cache holds of K or V [n, heads * head_dim]: see `KVFormat`."""
+    heads = values.reshape(-1, head_dim)
+    absmax = np.abs(heads).max(axis=1, keepdims=True)
+    absmax[absmax < _SMALLEST_ABSMAX] = np.inf  # all levels are then zero
+    levels = np.rint(heads * (np.float32(127) / absmax))
+    scales = np.where(np.isinf(absmax), np.float32(0), absmax / np.float32(127))
+    rounded: F32 = (levels * scales).reshape(values.shape)
+    return rounded
+
+
 class NumpyModel:
     """`BackendModel` of the numpy backend: owns weights and KV cache."""
 
-    def __init__(self, forward: Forward, weights: Mapping[str, Weight], *, rounded: bool) -> None:
+    def __init__(self, forward: Forward, weights: Mapping[str, Weight], *, kv_format: KVFormat) -> None:
         self._forward = forward
         self._weights = weights
-        self._rounded = rounded
+        self._kv_format: KVFormat = kv_format
         self._layout: KVLayout | None = None
         self._caches: dict[int, _LayerCache] = {}
 
@@ -91,6 +110,11 @@ class NumpyModel:
         return 4.0
 
     @property
+    def bytes_per_kv_scale(self) -> int:
+        """Scales are not kept."""
+        return 0
+
+    @property
     def weight_bytes(self) -> int:
         """All weights, as float32."""
         return sum(weight.values.nbytes for weight in self._weights.values() if isinstance(weight, NumpyWeight))
@@ -98,7 +122,7 @@ class NumpyModel:
     @property
     def arithmetic(self) -> str:
         """Version and KV format."""
-        return f"numpy-{ARITHMETIC_VERSION}-kv-{'bfloat16' if self._rounded else 'float32'}"
+        return f"numpy-{ARITHMETIC_VERSION}-kv-{self._kv_format}"
 
     def allocate_kv(self, layout: KVLayout) -> None:
         """Zeroed arrays, whose pages the system commits on first write."""
@@ -110,7 +134,7 @@ class NumpyModel:
 
     def forward(self, batch: Batch) -> F32:
         """See `BackendModel`. The result is a new array."""
-        ops = NumpyOps(batch, self._caches, rounded=self._rounded)
+        ops = NumpyOps(batch, self._caches, kv_format=self._kv_format)
         logits: F32 = self._forward(ops, self._weights, _Inputs(batch.tokens, batch.logit_rows))
         return logits
 
@@ -155,10 +179,10 @@ class _LayerCache:
 class NumpyOps:
     """`Ops` for one step: arrays are float32 [rows, columns]."""
 
-    def __init__(self, batch: Batch, caches: Mapping[int, _LayerCache], *, rounded: bool) -> None:
+    def __init__(self, batch: Batch, caches: Mapping[int, _LayerCache], *, kv_format: KVFormat) -> None:
         self._batch = batch
         self._caches = caches
-        self._rounded = rounded
+        self._kv_format: KVFormat = kv_format
         self._rotations: dict[Rope, tuple[F32, F32]] = {}
 
     def embed(self, table: Any, tokens: I32) -> F32:
@@ -204,9 +228,11 @@ class NumpyOps:
         return self._rotations[rope]
 
     def kv_write(self, attention: Attention, k: F32, v: F32) -> None:
-        """Stores K and V, rounded with dtype bfloat16."""
-        if self._rounded:
+        """Stores K and V, rounded to the cache's format."""
+        if self._kv_format == "bfloat16":
             k, v = round_to_bf16(k), round_to_bf16(v)
+        elif self._kv_format == "int8":
+            k, v = round_to_int8(k, attention.head_dim), round_to_int8(v, attention.head_dim)
         cache = self._caches[attention.layer]
         shape = (-1, attention.num_kv_heads, attention.head_dim)
         for tokens, table in self._rows(cache):

@@ -580,7 +580,9 @@ def _cache_blocks(options: Options) -> int:
 def _make_cache(spec: ModelSpec, isa: str, pool: _native.Pool, options: Options) -> _native.KvStore:
     """One KV cache for all cases, every page of it written."""
     layers = list(range(spec.num_layers))
-    cache = _native.KvStore(False, BLOCK_SIZE, [(layers, _cache_blocks(options), spec.num_kv_heads, spec.head_dim, 0)])
+    cache = _native.KvStore(
+        "bfloat16", BLOCK_SIZE, [(layers, _cache_blocks(options), spec.num_kv_heads, spec.head_dim, 0)]
+    )
     _native.bench_fill_cache(pool, isa, cache)
     return cache
 
