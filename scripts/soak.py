@@ -103,7 +103,8 @@ def observe(server: Live) -> dict[str, int]:
 
 
 def soak(minutes: float, seed: int, flags: list[str]) -> dict[str, Any]:
-    with live("serve", "--max-model-len", "2048", "--kv-cache-memory", "32M", "--max-num-seqs", "16", *flags) as server:
+    # Memory for less than what the clients ask for at once, so that requests are preempted.
+    with live("serve", "--max-model-len", "1024", "--kv-cache-memory", "32M", "--max-num-seqs", "16", *flags) as server:
         known = server.chat("What is the capital of France?", max_tokens=12, logprobs=True).json()["choices"]
         rounds = max(3, round(minutes * 60 / 60)) + 1  # the first one warms caches and allocators up
         seconds = minutes * 60 / rounds
@@ -135,6 +136,8 @@ def soak(minutes: float, seed: int, flags: list[str]) -> dict[str, Any]:
         if last["rss_bytes"] - observations[1]["rss_bytes"] > GROWTH_LIMIT_BYTES:
             faults.append(f"memory grew by {(last['rss_bytes'] - observations[1]['rss_bytes']) / 2**20:.0f} MiB")
         preemptions = server.metric("vllm:num_preemptions_total")
+        if not preemptions:
+            faults.append("nothing was preempted, so this run says nothing about preemption")
         status = server.stop()
         if status != 0:
             faults.append(f"the server ended with status {status}")
