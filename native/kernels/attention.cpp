@@ -100,58 +100,72 @@ struct Head {
 };
 
 // Fetches K and V into the second level cache in the order in which they will be read, which block tables hide from the
-// hardware: `kLead` bytes ahead at first, then one line after the other between other work.
+// hardware: `kLead` bytes ahead at first, then one group's while another is computed.
+template <class T>
 class Ahead {
  public:
-  static constexpr int64_t kLine = 64;
-  static constexpr int64_t kLead = 8192;
+  // Two streams of lines, or with `line` 0 one address again and again.
+  struct Group {
+    const char *lo, *hi;
+    int64_t line;
 
-  Ahead() = default;  // fetches nothing: one address again and again
-  template <class T>
+    template <int kLines>
+    void step() {
+#pragma GCC unroll 2
+      for (int i = 0; i < kLines; ++i) {
+        __builtin_prefetch(lo + i * line, 0, 2);
+        __builtin_prefetch(hi + i * line, 0, 2);
+      }
+      lo += kLines * line;
+      hi += kLines * line;
+    }
+  };
+
+  // Nothing: for positions that are in the cache already.
+  explicit Ahead(const Head<T>& head) : head_(head), half_bytes_(0), begin_(0), position_(0), end_(0) {}
   Ahead(const Head<T>& head, int64_t begin, int64_t end)
-      : data_(head.data),
-        next_(head.table + (begin >> head.block_shift)),
-        last_(head.table + ((end - 1) >> head.block_shift)),
-        head_bytes_(head.head_bytes),
-        block_bytes_(head.block_bytes),
-        line_(kLine) {
-    advance();
-    for (int64_t fetched = 0; fetched < kLead; fetched += 4 * kLine) step<4>();
+      : head_(head),
+        half_bytes_(head.head_bytes * kLanes / head.block_size() / 2),
+        begin_(begin),
+        position_(begin / kLanes * kLanes),
+        end_(end) {
+    for (int64_t fetched = 0; fetched < kLead; fetched += 2 * half_bytes_) {
+      Group group = next();
+      for (int64_t i = 0; i < half_bytes_; i += kLine) group.template step<1>();
+    }
   }
 
-  template <int kLines>
-  void step() {
-    if (left_ <= 0) advance();
-#pragma GCC unroll 4
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(at_ + i * line_, 0, 2);
-    at_ += kLines * line_;
-    left_ -= kLines * kLine;
+  Group next() {
+    if (position_ >= end_) return {reinterpret_cast<const char*>(this), reinterpret_cast<const char*>(this), 0};
+    const int64_t at = position_;
+    position_ += kLanes;
+    if (head_.block_size() < kLanes) {
+      // Two blocks; one where the other lies before the window or behind the row.
+      return {reinterpret_cast<const char*>(head_.block(larger(at, begin_))),
+              reinterpret_cast<const char*>(head_.block(smaller(at + 8, end_ - 1))), kLine};
+    }
+    const char* lo = reinterpret_cast<const char*>(head_.block(at)) + 2 * half_bytes_ * (head_.offset(at) / kLanes);
+    const char* hi = lo + half_bytes_;
+    if constexpr (sizeof(T) == 1) {  // beside the lines of values there are those of scales
+      __builtin_prefetch(hi - kLine, 0, 2);
+      __builtin_prefetch(hi + half_bytes_ - kLine, 0, 2);
+    }
+    return {lo, hi, kLine};
   }
 
  private:
-  void advance() {
-    left_ = head_bytes_;
-    if (next_ == last_) {
-      line_ = 0;
-      left_ = INT64_MAX;
-    }
-    at_ = data_ + *next_ * block_bytes_;
-    if (next_ != last_) ++next_;
-  }
+  static constexpr int64_t kLine = 64;
+  static constexpr int64_t kLead = 8192;
 
-  static constexpr int32_t kNone = 0;
-  const char* data_ = reinterpret_cast<const char*>(&kNone);
-  const int32_t *next_ = &kNone, *last_ = &kNone;
-  int64_t head_bytes_ = 0, block_bytes_ = 0, line_ = 0;
-  const char* at_ = data_;
-  int64_t left_ = INT64_MAX;
+  const Head<T>& head_;
+  int64_t half_bytes_, begin_, position_, end_;
 };
 
 // Scores of R rows against the 16 positions whose K lies at lo (8) and hi (8); `step` elements from one dimension pair
 // to the next.
 template <int R, bool kTogether, class T>
-inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step, int64_t pairs, Ahead& ahead,
-                        F16* scores) {
+inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step, int64_t pairs,
+                        typename Ahead<T>::Group ahead, F16* scores) {
   F16 even[R], odd[R];
   const float* q[R];
   for (int r = 0; r < R; ++r) {
@@ -166,7 +180,7 @@ inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step,
       k = load_pairs(lo, hi);
     lo += step;
     hi += step;
-    ahead.step<sizeof(T)>();
+    ahead.template step<sizeof(T) / 2>();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       even[r] = fma(splat(q[r][2 * i]), k.first, even[r]);
@@ -177,8 +191,8 @@ inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step,
 }
 
 template <int R, bool kTogether>
-inline void score_group(const Row* rows, const int8_t* lo, const int8_t* hi, int64_t step, int64_t pairs, Ahead& ahead,
-                        F16* scores) {
+inline void score_group(const Row* rows, const int8_t* lo, const int8_t* hi, int64_t step, int64_t pairs,
+                        Ahead<int8_t>::Group ahead, F16* scores) {
   I16 even[R], odd[R];
   const int16_t* q[R];
   for (int r = 0; r < R; ++r) {
@@ -193,7 +207,7 @@ inline void score_group(const Row* rows, const int8_t* lo, const int8_t* hi, int
       k = load_words(lo, hi), l = load_words(lo + step, hi + step);
     lo += 2 * step;
     hi += 2 * step;
-    ahead.step<2>();
+    ahead.step<1>();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       even[r] = dot_words(even[r], splat_words(q[r] + 2 * i), k);
@@ -376,7 +390,7 @@ inline void weigh_scales(const Head<int8_t>& head, Weights<int8_t, R>& weights, 
 
 // One split of R rows, each of which sees some of its positions.
 template <int R, class T>
-inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead& ahead) {
+inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead<T>& ahead) {
   const int64_t begin = larger(split, rows[0].begin);
   const int64_t end = smaller(split + kKvSplit, rows[R - 1].end);
   const int64_t first_group = begin / kLanes, last_group = (end - 1) / kLanes;
@@ -392,14 +406,15 @@ inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead& a
     [[maybe_unused]] F16 scales;
     if (head.block_size() >= kLanes) {
       const T* k = head.k(position);
-      score_group<R, true>(rows, k, k + kLanes, 2 * head.block_size(), head.head_dim / 2, ahead, scores);
+      score_group<R, true>(rows, k, k + kLanes, 2 * head.block_size(), head.head_dim / 2, ahead.next(), scores);
       if constexpr (sizeof(T) == 1) scales = load(head.scales(position, 0));
     } else {
       // Two half groups in blocks of eight. A half that nobody sees may have no block: the other stands in, and is
       // masked.
       const int64_t lo = group > first_group || has_lo ? position : position + 8;
       const int64_t hi = group < last_group || has_hi ? position + 8 : position;
-      score_group<R, false>(rows, head.k(lo), head.k(hi), 2 * head.block_size(), head.head_dim / 2, ahead, scores);
+      score_group<R, false>(rows, head.k(lo), head.k(hi), 2 * head.block_size(), head.head_dim / 2, ahead.next(),
+                            scores);
       if constexpr (sizeof(T) == 1) scales = load_halves(head.scales(lo, 0), head.scales(hi, 0));
     }
     for (int r = 0; r < R; ++r) {
@@ -441,7 +456,7 @@ inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead& a
 }
 
 template <int R, class T>
-inline void attend_up_to(int64_t count, const Head<T>& head, Row* rows, int64_t split, Ahead& ahead) {
+inline void attend_up_to(int64_t count, const Head<T>& head, Row* rows, int64_t split, Ahead<T>& ahead) {
   if constexpr (R > 1) {
     if (count < R) return attend_up_to<R - 1>(count, head, rows, split, ahead);
   }
@@ -450,11 +465,11 @@ inline void attend_up_to(int64_t count, const Head<T>& head, Row* rows, int64_t 
 
 // The split of the rows that see some of it.
 template <class T>
-inline void attend_rows(const Head<T>& head, Row* rows, int64_t count, int64_t split, Ahead& ahead) {
+inline void attend_rows(const Head<T>& head, Row* rows, int64_t count, int64_t split, Ahead<T>& ahead) {
   int64_t first = 0, last = count;
   while (first < last && rows[first].end <= split) ++first;
   while (first < last && rows[last - 1].begin >= split + kKvSplit) --last;
-  Ahead none;
+  Ahead<T> none(head);
   for (int64_t i = first; i < last; i += kTileRows)
     attend_up_to<kTileRows>(smaller(kTileRows, last - i), head, rows + i, split, i == first ? ahead : none);
 }
@@ -501,7 +516,7 @@ inline void attend_head(const AttendArgs& a) {
     if (a.partials != nullptr) {
       const int64_t begin = larger(a.split, rows[0].begin);
       const int64_t end = smaller(a.split + kKvSplit, rows[count - 1].end);
-      Ahead ahead(head, begin, larger(end, begin + 1));
+      Ahead<T> ahead(head, begin, larger(end, begin + 1));
       attend_rows(head, rows, count, a.split, ahead);
       for (int64_t i = 0; i < count; ++i) {
         float* state = rows[i].out + head.head_dim;
@@ -511,7 +526,7 @@ inline void attend_head(const AttendArgs& a) {
       }
       continue;
     }
-    Ahead ahead(head, rows[0].begin, rows[count - 1].end);
+    Ahead<T> ahead(head, rows[0].begin, rows[count - 1].end);
     for (int64_t split = rows[0].begin / kKvSplit * kKvSplit; split < rows[count - 1].end; split += kKvSplit)
       attend_rows(head, rows, count, split, ahead);
     for (int64_t i = 0; i < count; ++i)

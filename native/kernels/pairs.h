@@ -118,7 +118,11 @@ inline I16 splat_words(const int16_t* pair) {
   return {_mm512_set1_epi32(both)};
 }
 // sum + a.first * b.first + a.second * b.second
-inline I16 dot_words(I16 sum, I16 a, I16 b) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
+inline I16 dot_words(I16 sum, I16 a, I16 b) {
+  // GCC 12 copies every sum before and after its intrinsic in loops.
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
+  return sum;
+}
 // The lanes as 16-bit integers; they must fit.
 inline void store_words(int16_t* p, I16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
