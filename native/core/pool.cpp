@@ -1,8 +1,8 @@
 #include "core/pool.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,20 +22,24 @@ namespace octavo {
 namespace {
 
 using std::chrono::microseconds;
+using std::chrono::milliseconds;
 
-// A helper waits for the next loop: spinning, then letting others go first, then asleep. The second ends after the
-// usual gap between two steps. The caller waits for tiles that were begun: spinning, then asleep, which lets the system
+// A helper spins for the usual gap between two steps, then sleeps. It does not yield its core while it waits: that is
+// paid for with time slices that it then lacks in the middle of a tile. The caller sleeps too, which lets the system
 // move a helper that has lost its core to this one.
-constexpr auto kHelperSpin = microseconds(50);
-constexpr auto kHelperYield = microseconds(250);
+constexpr auto kHelperSpin = microseconds(150);
 constexpr auto kCallerSpin = microseconds(50);
 
-// A wait that no tile explains: a caller computes about eight tiles of a loop.
+// A wait that no tile explains: a thread's last tile is a small part of its share.
 constexpr auto kLeastStall = microseconds(100);
+constexpr int kLeastShareOfStall = 4;
+// Helpers gain about a third of the time, so a quarter of it may be lost.
+constexpr int kBearable = 3;
 constexpr int kFirstMultiple = 4;
-constexpr int kMostMultiple = 64;
-constexpr auto kLongestAlone = std::chrono::milliseconds(250);
-constexpr int kRareStalls = 16;  // times its length between two stalls: worth it
+constexpr int kMostMultiple = 128;
+constexpr auto kLongestAlone = milliseconds(500);
+constexpr auto kLongestLoop = milliseconds(10);  // from one start to the next; what is longer was idle
+constexpr auto kDelayWindow = milliseconds(8);   // of shared loops: longer than a time slice
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -75,16 +81,6 @@ bool spin_until(const Ready& ready, Contention::Clock::duration time) {
   return false;
 }
 
-template <typename Ready>
-bool yield_until(const Ready& ready, Contention::Clock::duration time) {
-  const auto deadline = Contention::Clock::now() + time;
-  do {
-    if (ready()) return true;
-    sched_yield();
-  } while (Contention::Clock::now() < deadline);
-  return false;
-}
-
 // A generation and two numbers of 16 bits in one word.
 constexpr std::uint64_t pack(std::uint32_t generation, std::uint32_t upper, std::uint32_t lower) {
   return std::uint64_t{generation} << 32 | upper << 16 | lower;
@@ -95,11 +91,53 @@ constexpr std::uint32_t lower_of(std::uint64_t word) { return static_cast<std::u
 
 }  // namespace
 
+bool Contention::alone(Clock::time_point now) {
+  const Clock::duration since = now - std::exchange(last_start_, now);
+  if (now < alone_until_) {
+    delay_known_ = false;
+    return true;
+  }
+  if (since < kLongestLoop) {
+    undisturbed_ += since;
+    shared_ += since;
+  }
+  return false;
+}
+
 void Contention::waited(Clock::duration worked, Clock::duration waited, Clock::time_point now) {
-  if (waited < kLeastStall + worked / 2) return;
-  const bool rare = now - alone_until_ >= kRareStalls * waited;
-  multiple_ = rare ? kFirstMultiple : std::clamp(2 * multiple_, kFirstMultiple, kMostMultiple);
-  alone_until_ = now + std::min<Clock::duration>(multiple_ * waited, kLongestAlone);
+  if (waited >= kLeastStall + worked / kLeastShareOfStall) lost(waited, undisturbed_ + worked, now);
+}
+
+bool Contention::due() const { return !delay_known_ || shared_ >= kDelayWindow; }
+
+void Contention::delayed(Clock::duration total, Clock::time_point now) {
+  const Clock::duration delay = total - std::exchange(delay_, total);
+  const Clock::duration shared = std::exchange(shared_, Clock::duration{});
+  if (std::exchange(delay_known_, true) && delay * kBearable >= shared) lost(delay, shared, now);
+}
+
+void Contention::lost(Clock::duration time, Clock::duration gained, Clock::time_point now) {
+  undisturbed_ = {};
+  multiple_ = gained >= kBearable * time ? 0 : std::clamp(2 * multiple_, kFirstMultiple, kMostMultiple);
+  alone_until_ = now + std::min<Clock::duration>(multiple_ * time, kLongestAlone);
+}
+
+RunDelay::~RunDelay() {
+  if (file_ >= 0) close(file_);
+}
+
+std::chrono::nanoseconds RunDelay::read() {
+  const auto thread = static_cast<pid_t>(syscall(SYS_gettid));
+  if (thread != thread_) {
+    if (file_ >= 0) close(file_);
+    file_ = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    thread_ = thread;
+  }
+  char text[64];
+  const ssize_t size = file_ < 0 ? 0 : pread(file_, text, sizeof text - 1, 0);
+  text[std::max<ssize_t>(size, 0)] = '\0';
+  const char* second = std::strchr(text, ' ');  // after the time on a core
+  return std::chrono::nanoseconds(second == nullptr ? 0 : std::strtoll(second, nullptr, 10));
 }
 
 Pool::Pool(int threads) : owner_(getpid()) {
@@ -146,7 +184,9 @@ void Pool::run(Call call, const void* context, std::int32_t tiles, Claim claim) 
     const Job job{call, context, first, std::min(kMostTiles, tiles - first), claim};
     if (job.tiles > 1 && !helpers_.empty()) {
       const auto now = Contention::Clock::now();
-      if (claim == Claim::kOwn || !contention_.alone(now)) {
+      const bool alone = contention_.alone(now);
+      if (claim == Claim::kOwn || !alone) {
+        if (!alone && contention_.due()) contention_.delayed(run_delay_.read(), now);
         share(job, now);
         continue;
       }
@@ -161,11 +201,12 @@ void Pool::share(const Job& job, Contention::Clock::time_point started) {
   const auto generation = generation_of(published_.load(std::memory_order_relaxed)) + 1;
   const std::uint64_t published =
       pack(generation, static_cast<std::uint32_t>(job.claim), static_cast<std::uint32_t>(job.tiles));
-  // Sequentially consistent, paired with sleep_while(): either the helper sees the job or we see that it sleeps.
+  // Sequentially consistent, paired with sleep_while(): either a helper sees the job or we see that it sleeps.
   published_.store(published);
-  if (sleepers_.load() > 0) {
+  if (helpers_sleep_.load()) {
+    helpers_sleep_.store(false);
     wakes_.fetch_add(1);
-    futex_wake(wakes_, job.tiles - 1);
+    futex_wake(wakes_, INT_MAX);
   }
   const std::int32_t mine = work(published, 0);
   expected_ += static_cast<std::uint32_t>(job.tiles - mine);
@@ -196,7 +237,7 @@ void Pool::rethrow() {
 // Tiles of the owner's range, or none when none are left. What a claim returns belongs to the published job, which
 // cannot end before they have been computed: when it has ended, words of its generation and of later ones hold no tile
 // of it, and words of earlier ones stand for empty ranges.
-Pool::Tiles Pool::claim(std::uint64_t published, int owner, bool front) {
+Pool::Tiles Pool::claim(std::uint64_t published, int owner) {
   const std::uint32_t generation = generation_of(published);
   const auto how = static_cast<Claim>(upper_of(published));
   const auto tiles = static_cast<std::int32_t>(lower_of(published));
@@ -209,13 +250,9 @@ Pool::Tiles Pool::claim(std::uint64_t published, int owner, bool front) {
     if (age > 0) rest = {tiles * owner / threads(), tiles * (owner + 1) / threads()};
     if (rest.count() == 0) return rest;
     const std::int32_t count = how == Claim::kOne ? 1 : how == Claim::kHalf ? (rest.count() + 1) / 2 : rest.count();
-    Tiles taken = rest;
-    if (front)
-      taken.end = rest.begin = rest.begin + count;
-    else
-      taken.begin = rest.end = rest.end - count;
+    const Tiles taken{rest.begin, rest.begin + count};
     const std::uint64_t left =
-        pack(generation, static_cast<std::uint32_t>(rest.begin), static_cast<std::uint32_t>(rest.end));
+        pack(generation, static_cast<std::uint32_t>(taken.end), static_cast<std::uint32_t>(rest.end));
     if (word.compare_exchange_weak(seen, left, std::memory_order_relaxed)) return taken;
   }
 }
@@ -226,7 +263,7 @@ std::int32_t Pool::work(std::uint64_t published, int thread) {
   const int victims = static_cast<Claim>(upper_of(published)) == Claim::kOwn ? 1 : threads();
   for (int i = 0; i < victims; ++i) {
     for (;;) {
-      const Tiles tiles = claim(published, (thread + i) % threads(), i == 0);
+      const Tiles tiles = claim(published, (thread + i) % threads());
       if (tiles.count() == 0) break;
       compute(job_, tiles, thread);
       done += tiles.count();
@@ -250,9 +287,8 @@ void Pool::compute(const Job& job, Tiles tiles, int thread) {
 
 void Pool::sleep_while(std::uint64_t published) {
   const std::uint32_t wakes = wakes_.load();
-  sleepers_.fetch_add(1);
+  helpers_sleep_.store(true);
   if (published_.load() == published) futex_wait(wakes_, wakes);
-  sleepers_.fetch_sub(1);
 }
 
 void Pool::help(int thread) {
@@ -260,7 +296,7 @@ void Pool::help(int thread) {
   std::uint64_t seen = 0;
   for (;;) {
     const auto changed = [&] { return published_.load(std::memory_order_acquire) != seen; };
-    if (!spin_until(changed, kHelperSpin) && !yield_until(changed, kHelperYield))
+    if (!spin_until(changed, kHelperSpin))
       while (!changed()) sleep_while(seen);
     if (stopping_.load(std::memory_order_acquire)) return;
     seen = published_.load(std::memory_order_acquire);

@@ -1,10 +1,10 @@
 // The thread pool: the calling thread and N - 1 helpers share the tiles of one loop at a time.
 //
-// Each thread has a range of consecutive tiles and takes them from its front, so that in every step the same thread
-// reads the same weights, in order; who has none left takes from the back of another's range. So a thread that is late,
-// or never comes, delays nothing but tiles that it has begun. Against that there is `Contention`. Waiting is a bounded
-// spin, then a futex: an idle pool uses no CPU, and a pool whose cores are busy with other work gives way to it. Who
-// computes a tile is not defined, so a tile's result must not depend on it.
+// Each thread has a range of consecutive tiles, so that in every step the same thread reads the same weights, in order;
+// who has none left takes from another's range. So a thread that is late, or never comes, delays nothing but tiles that
+// it has begun; and where one thread does it all, it still reads everything in order. Against that there is
+// `Contention`. Waiting is a bounded spin, then a futex: an idle pool uses no CPU, and a pool whose cores are busy with
+// other work gives way to it. Who computes a tile is not defined, so a tile's result must not depend on it.
 #pragma once
 
 #include <sys/types.h>
@@ -22,20 +22,47 @@
 namespace octavo {
 
 // When to compute without helpers. A helper that loses its core to another process in the middle of a tile holds up the
-// whole loop for a time slice, several milliseconds. After such a stall the caller computes alone for a multiple of
-// what it cost, then tries again; the multiple grows while stalls keep coming.
+// whole loop for a time slice, several milliseconds; and where all cores are busy, helpers take from the caller's own
+// share of them. Where that costs more than helpers gain, the caller computes alone for a multiple of what was lost,
+// then tries again; the multiple grows while that is so.
 class Contention {
  public:
   using Clock = std::chrono::steady_clock;
 
-  bool alone(Clock::time_point now) const { return now < alone_until_; }
-
+  // Whether a loop that starts now is for the caller alone.
+  bool alone(Clock::time_point now);
   // In a shared loop the caller had no tile left after `worked` and then waited for the others.
   void waited(Clock::duration worked, Clock::duration waited, Clock::time_point now);
+  // Whether enough has been shared to look at how long the caller itself was kept from its core, by `delayed`.
+  bool due() const;
+  // How long that was, in all its life.
+  void delayed(Clock::duration total, Clock::time_point now);
 
  private:
-  Clock::time_point alone_until_{};
+  void lost(Clock::duration time, Clock::duration gained, Clock::time_point now);
+
+  Clock::time_point alone_until_{}, last_start_{};
+  Clock::duration undisturbed_{};  // shared since the last loss
+  Clock::duration shared_{};       // shared since `delayed`
+  Clock::duration delay_{};        // what `delayed` told last
+  bool delay_known_ = false;       // since `alone` last said yes
   int multiple_ = 0;
+};
+
+// How long a thread that could run has waited for a core, in all its life: of the thread that asks. Zero where the
+// system does not tell. Source: proc(5), Linux's Documentation/scheduler/sched-stats.rst.
+class RunDelay {
+ public:
+  RunDelay() = default;
+  ~RunDelay();
+  RunDelay(const RunDelay&) = delete;
+  RunDelay& operator=(const RunDelay&) = delete;
+
+  std::chrono::nanoseconds read();
+
+ private:
+  pid_t thread_ = 0;
+  int file_ = -1;
 };
 
 class Pool {
@@ -110,7 +137,7 @@ class Pool {
   void share(const Job& job, Contention::Clock::time_point started);
   void wait();
   void help(int thread);
-  Tiles claim(std::uint64_t published, int owner, bool front);
+  Tiles claim(std::uint64_t published, int owner);
   std::int32_t work(std::uint64_t published, int thread);
   void compute(const Job& job, Tiles tiles, int thread);
   void rethrow();
@@ -125,10 +152,11 @@ class Pool {
   std::atomic<bool> stopping_{false};
   alignas(64) std::atomic<std::uint32_t> finished_{0};  // tiles that helpers finished, in all jobs; wraps
   std::atomic<bool> caller_sleeps_{false};
-  alignas(64) std::atomic<std::int32_t> sleepers_{0};
+  alignas(64) std::atomic<bool> helpers_sleep_{false};  // some of them, or they did
   std::atomic<std::uint32_t> wakes_{0};
   std::unique_ptr<Range[]> ranges_;
   Contention contention_;
+  RunDelay run_delay_;
   std::uint32_t expected_ = 0;  // finished_ at the end of the last job
   std::mutex error_mutex_;
   std::exception_ptr error_;

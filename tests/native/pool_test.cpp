@@ -123,23 +123,75 @@ void stalls_make_it_compute_alone() {
   using namespace std::chrono_literals;
   octavo::Contention contention;
   auto now = octavo::Contention::Clock::time_point{} + 1h;
-  CHECK(!contention.alone(now));
-  contention.waited(10us, 50us, now);  // any tile may take that long
-  contention.waited(10ms, 2ms, now);   // or, among long ones, that long
-  CHECK(!contention.alone(now));
-  contention.waited(1ms, 3ms, now);
-  CHECK(contention.alone(now + 5ms));
-  CHECK(!contention.alone(now + 20ms));
+  const auto share = [&](std::chrono::milliseconds time) {  // loops of 1 ms
+    for (; time > 0ms; time -= 1ms, now += 1ms) CHECK(!contention.alone(now));
+  };
+  const auto stall = [&](std::chrono::microseconds worked, std::chrono::microseconds waited) {
+    CHECK(!contention.alone(now));
+    now += worked + waited;
+    contention.waited(worked, waited, now);
+  };
+  const auto alone_after = [&](std::chrono::milliseconds time) {
+    octavo::Contention later = contention;
+    return later.alone(now + time);
+  };
+  share(20ms);
+  stall(10us, 50us);  // any tile may take that long
+  stall(12ms, 2ms);   // or, among long ones, that long
+  share(20ms);
+  stall(100us, 3ms);  // bearable: a small part of the time
+  stall(100us, 3ms);
+  CHECK(alone_after(5ms));
   now += 20ms;
-  contention.waited(1ms, 3ms, now);  // again: longer
-  CHECK(contention.alone(now + 20ms));
-  for (int i = 0; i < 20; ++i) contention.waited(1ms, 3ms, now);
-  CHECK(contention.alone(now + 180ms));
-  CHECK(!contention.alone(now + 251ms));  // it never gives up
-  now += 1s;
-  contention.waited(1ms, 3ms, now);  // a rare one
-  CHECK(contention.alone(now + 5ms));
-  CHECK(!contention.alone(now + 20ms));
+  stall(100us, 3ms);  // again: longer
+  CHECK(alone_after(20ms));
+  for (int i = 0; i < 10; ++i) {
+    now += 500ms;  // at the longest
+    stall(100us, 3ms);
+  }
+  CHECK(alone_after(300ms));
+  now += 10s;  // idle, which proves nothing
+  stall(100us, 4ms);
+  CHECK(alone_after(400ms));
+  now += 500ms;
+  share(100ms);
+  stall(100us, 4ms);
+  share(1ms);
+}
+
+// Where the caller itself waits for a core, helpers take from its share.
+void a_delayed_caller_computes_alone() {
+  using namespace std::chrono_literals;
+  octavo::Contention contention;
+  auto now = octavo::Contention::Clock::time_point{} + 1h;
+  const auto share = [&] {
+    for (int i = 0; i < 10; ++i, now += 1ms) CHECK(!contention.alone(now));
+    CHECK(contention.due());
+  };
+  CHECK(contention.due());
+  contention.delayed(70ms, now);  // what was before does not count
+  CHECK(!contention.due());
+  share();
+  contention.delayed(72ms, now);  // a fifth
+  CHECK(!contention.due());
+  share();
+  contention.delayed(78ms, now);  // more than half
+  CHECK(contention.alone(now));
+  now += 24ms;
+  CHECK(!contention.alone(now));
+  CHECK(contention.due());
+  contention.delayed(99ms, now);  // nor does what was while it computed alone
+  share();
+  contention.delayed(99ms, now);
+  CHECK(!contention.alone(now));
+}
+
+void run_delay_is_of_the_thread_that_asks() {
+  octavo::RunDelay delay;
+  const auto before = delay.read();
+  CHECK(before.count() >= 0 && delay.read() >= before);
+  std::thread([&] { CHECK(delay.read().count() >= 0); }).join();
+  CHECK(delay.read() >= before);
 }
 
 void works_alone_after_fork() {
@@ -176,6 +228,8 @@ int main() {
   idle_uses_no_cpu_and_wakes_again();
   slow_tiles();
   stalls_make_it_compute_alone();
+  a_delayed_caller_computes_alone();
+  run_delay_is_of_the_thread_that_asks();
   works_alone_after_fork();
   memory();
   return octavo::test::failures();
