@@ -193,7 +193,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one row of the plan, in the plan's order.
 
     `token_ids` is empty when the row did not sample. `prompt_logprobs`, when the request asks for them, has one entry for each
-    prompt position start+1..start+count that is still within the prompt. `error` ends this request alone.
+    prompt position start+1..start+count that is still within the prompt. `error` ends this request alone; with `invalid_request` the
+    request itself is to blame for it.
     """
 
     slot: Slot
@@ -201,6 +202,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    invalid_request: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -315,7 +315,8 @@ class Scheduler:
             if request.status is Status.FINISHED:
                 self._release(request)
             elif outcome.error is not None:
-                self._end(request, _error_event(request, EngineError(outcome.error)))
+                blame = InvalidRequestError if outcome.invalid_request else EngineError
+                self._end(request, _error_event(request, blame(outcome.error)))
             else:
                 self._advance(request, row, outcome, now_s)
         self._running = [request for request in self._running if request.status is Status.RUNNING]

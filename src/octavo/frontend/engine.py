@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from enum import StrEnum
@@ -241,18 +242,22 @@ class AsyncEngine:
 
     def submit(self, prepared: Prepared) -> RequestHandle:
         """Queues a request. Raises NotReadyError, OverloadedError, EngineDeadError."""
-        self.check_ready()
-        if len(self._streams) + prepared.num_choices > self._max_unfinished:
-            raise OverloadedError(
-                f"{len(self._streams)} sequences are running or waiting and this request adds {prepared.num_choices}; "
-                f"the limit is {self._max_unfinished}: try again later"
-            )
+        self.check_room(prepared.num_choices)
         assert self._link is not None
         handle = RequestHandle(prepared, self._cancel)
         self._streams.add(prepared, self.model, handle.put)
         self._idle.clear()
         self._link.send(Add(prepared.requests))
         return handle
+
+    def check_room(self, num_sequences: int) -> None:
+        """Raises OverloadedError, or what `check_ready` raises, unless so many more sequences are accepted now."""
+        self.check_ready()
+        if len(self._streams) + num_sequences > self._max_unfinished:
+            raise OverloadedError(
+                f"{len(self._streams)} sequences are running or waiting and this request adds {num_sequences}; "
+                f"the limit is {self._max_unfinished}: try again later"
+            )
 
     def check_ready(self) -> None:
         """Raises NotReadyError or EngineDeadError unless requests are accepted."""
@@ -350,25 +355,37 @@ class AsyncEngine:
         if link is not None:
             link.kill()
             threading.Thread(target=link.close, name="octavo-engine-reaper", daemon=True).start()
+        finished = self._streams.lost(time.monotonic())
         self._fail_all(EngineDeadError(f"the engine died: {reason}"))
-        self._events.emit(StepCompleted(StepStats(step=0, num_running=0, num_waiting=0, kv_usage=0.0)))
-        now_s = asyncio.get_running_loop().time()
-        self._deaths_s = [at_s for at_s in self._deaths_s if now_s - at_s < RESTART_WINDOW_S] + [now_s]
-        restart = self._config.backend.engine_restart and self._state is EngineState.READY
-        if restart and len(self._deaths_s) <= MAX_RESTARTS:
+        self._events.emit(
+            StepCompleted(StepStats(step=0, num_running=0, num_waiting=0, kv_usage=0.0, finished=finished))
+        )
+        if self._may_restart() and self._state is EngineState.READY:
             _log.error("the engine died and is replaced: %s", reason)
             self._set_state(EngineState.LOADING, reason)
             self._spawn(self._restart())
         else:
             self._die(reason)
 
+    def _may_restart(self) -> bool:
+        """Notes a death, and says whether to try again."""
+        now_s = asyncio.get_running_loop().time()
+        self._deaths_s = [at_s for at_s in self._deaths_s if now_s - at_s < RESTART_WINDOW_S] + [now_s]
+        return self._config.backend.engine_restart and len(self._deaths_s) <= MAX_RESTARTS
+
     async def _restart(self) -> None:
-        try:
-            await self._launch(None)
-            _log.info("the new engine is ready")
-        except Exception as error:  # noqa: BLE001 - whatever keeps a new engine from starting, clients must hear of it
-            if not self._closed:
-                self._die(f"it died and could not be replaced: {error}")
+        while True:
+            try:
+                await self._launch(None)
+                _log.info("the new engine is ready")
+                return
+            except Exception as error:  # noqa: BLE001 - whatever keeps a new engine from starting, clients must hear of it
+                if self._closed:
+                    return
+                if not isinstance(error, EngineDeadError) or not self._may_restart():
+                    self._die(f"it died and could not be replaced: {error}")
+                    return
+                _log.error("the new engine died while it loaded and is replaced: %s", error)
 
     def _die(self, reason: str) -> None:
         self._set_state(EngineState.DEAD, reason)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from octavo.contracts import FinishReason, RequestTimes
 from octavo.errors import OctavoError
 
@@ -54,10 +56,12 @@ class RequestOutput:
     metrics: RequestTimes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TopEntry:
+# Structs without garbage collection: a long prompt's logprobs are hundreds of thousands of them, made on the event loop.
+
+
+class TopEntry(msgspec.Struct, frozen=True, gc=False):
     """One of the most likely tokens at a position. `bytes` are the token's own, also when they are no complete
-    character.
+    character. An id of the model that is no token of the tokenizer has neither text nor bytes.
     """
 
     token_id: int
@@ -66,8 +70,7 @@ class TopEntry:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobEntry:
+class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
     """The token at a position, its log-probability and 1-based rank, and as many of the most likely tokens as were
     asked for.
 

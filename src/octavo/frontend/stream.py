@@ -6,6 +6,7 @@ Knows no HTTP, no event loop and no thread; one thread calls it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
@@ -30,6 +31,8 @@ from octavo.frontend.requests import Prepared
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stop import StopMatcher
 
+_log = logging.getLogger("octavo")
+
 
 class OutputStream:
     """The text of one choice, as it grows.
@@ -40,6 +43,7 @@ class OutputStream:
     """
 
     def __init__(self, request: GenerateRequest, params: SamplingParams, model: ServedModel) -> None:
+        self._request = request
         self._index = request.sampling.choice
         self._tokenizer = model.tokenizer
         self._include_stop = params.include_stop_str_in_output
@@ -56,6 +60,23 @@ class OutputStream:
     def stopped_by_text(self) -> bool:
         """Whether a stop string ended it."""
         return self._matcher is not None and self._matcher.stopped is not None
+
+    def lost(self, now_s: float) -> RequestTimes:
+        """The story of a sequence whose engine died before it could tell it."""
+        request = self._request
+        return RequestTimes(
+            request_id=request.request_id,
+            finish_reason=FinishReason.ERROR,
+            arrival_s=request.arrival_s,
+            scheduled_s=None,
+            first_token_s=None,
+            finished_s=now_s,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=0,
+            num_generated_tokens=self._num_tokens,
+            num_preemptions=0,
+            max_tokens=request.sampling.max_tokens,
+        )
 
     def fail(self, error: OctavoError) -> Delta:
         """The terminal delta of a stream that ends with an error from outside."""
@@ -122,18 +143,12 @@ class OutputStream:
         return self._matcher.push(rest, active=active) + self._matcher.flush()
 
     def _entry(self, position: TokenLogprobs) -> LogprobEntry:
-        tokenizer = self._tokenizer
-        return LogprobEntry(
-            token_id=position.token_ids[0],
-            token=tokenizer.token_text(position.token_ids[0]),
-            bytes=tokenizer.token_bytes(position.token_ids[0]),
-            logprob=position.logprobs[0],
-            rank=position.rank,
-            top=tuple(
-                TopEntry(token, tokenizer.token_text(token), tokenizer.token_bytes(token), logprob)
-                for token, logprob in zip(position.token_ids[1:], position.logprobs[1:], strict=True)
-            ),
-        )
+        # A model may have logits for more ids than its tokenizer has tokens.
+        known = self._tokenizer.pieces
+        pieces = [known[token] if token < len(known) else b"" for token in position.token_ids]
+        texts = [piece.decode("utf-8", "replace") for piece in pieces]
+        own, *top = map(TopEntry, position.token_ids, texts, pieces, position.logprobs)
+        return LogprobEntry(own.token_id, own.token, own.bytes, own.logprob, position.rank, tuple(top))
 
 
 class StreamTable:
@@ -169,7 +184,11 @@ class StreamTable:
             if entry is None:
                 continue
             stream, sink = entry
-            delta = stream.push(event)
+            try:
+                delta = stream.push(event)
+            except Exception as error:  # noqa: BLE001 - a bug of ours that one sequence brings to light must not end the others
+                _log.error("an answer could not be turned into text", exc_info=error)
+                delta = stream.fail(EngineError(f"the answer could not be turned into text ({type(error).__name__})"))
             if stream.finished:
                 del self._streams[event.request_id]
                 if stream.stopped_by_text:
@@ -179,6 +198,10 @@ class StreamTable:
             if delta is not None:
                 sink(delta)
         return self._corrected(output.stats), tuple(cancels)
+
+    def lost(self, now_s: float) -> tuple[RequestTimes, ...]:
+        """What the dead engine can no longer report of its sequences, so that each is counted. `now_s` on the monotonic clock."""
+        return tuple(stream.lost(now_s) for stream, _ in self._streams.values())
 
     def fail_all(self, error: OctavoError) -> tuple[RequestId, ...]:
         """Ends every stream with an error; returns which they were."""

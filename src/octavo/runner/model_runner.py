@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from octavo.backends.base import F32, I32, BackendModel, Batch, Sampled
+from octavo.backends.base import F32, I32, NOTHING_LEFT, BackendModel, Batch, Sampled
 from octavo.contracts import (
     NULL_BLOCK,
     KVLayout,
@@ -224,7 +224,7 @@ def _row_result(row: RowPlan, outcome: _Outcome) -> RowResult:
     sampled = outcome.sampled
     error = outcome.error or (sampled.error if sampled else None)
     if error is not None:
-        return RowResult(slot=row.slot, error=error)
+        return RowResult(slot=row.slot, error=error, invalid_request=error == NOTHING_LEFT)
     return RowResult(
         slot=row.slot,
         token_ids=(sampled.token,) if sampled else (),

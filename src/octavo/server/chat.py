@@ -17,6 +17,7 @@ from octavo.server.context import Context, client_request_id
 from octavo.server.generation import (
     Ids,
     UsageCount,
+    check_count,
     finite,
     json_response,
     prompt_logprobs_json,
@@ -57,10 +58,17 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
         usage.take(0, delta)
         now = usage.usage() if options.continuous_usage_stats else quiet_usage
         if delta.index not in started:
-            prompt_ids = prepared.prompt_token_ids if body.return_token_ids and not started else UNSET
+            first = not started
             started.add(delta.index)
-            opening = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
-            yield ChatChunk(**ids.fields(), choices=[opening], usage=now, prompt_token_ids=prompt_ids)
+            yield ChatChunk(
+                **ids.fields(),
+                choices=[ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))],
+                usage=now,
+                prompt_token_ids=prepared.prompt_token_ids if first and body.return_token_ids else UNSET,
+                prompt_logprobs=prompt_logprobs_json(delta.prompt_logprobs)
+                if first and delta.prompt_logprobs is not None
+                else UNSET,
+            )
         if not (delta.text or delta.finish_reason or delta.logprobs or (delta.token_ids and body.return_token_ids)):
             return
         choice = ChatChunkChoice(
@@ -90,11 +98,7 @@ def _prepare(context: Context, request: Request, body: ChatCompletionRequest) ->
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= context.model.max_logprobs:
-        raise InvalidRequestError(
-            f"top_logprobs is {body.top_logprobs}; it must be between 0 and {context.model.max_logprobs}",
-            param="top_logprobs",
-        )
+    check_count("top_logprobs", body.top_logprobs, context.model.max_logprobs)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if limit is not None and limit < 1:
         field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
@@ -116,7 +120,6 @@ def _prepare(context: Context, request: Request, body: ChatCompletionRequest) ->
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=body.chat_template_kwargs,
         tenant=tenant_of(request),
-        priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )
 
@@ -138,16 +141,17 @@ async def _whole(
 
     await whole(context, request, [prepared], take)
     prompt_logprobs = deltas[0][0].prompt_logprobs
-    return json_response(
-        ChatCompletion(
+
+    def build() -> ChatCompletion:
+        return ChatCompletion(
             **ids.fields(),
             choices=[_choice(index, of_choice, body) for index, of_choice in enumerate(deltas)],
             usage=usage.usage(),
             prompt_logprobs=prompt_logprobs_json(prompt_logprobs) if prompt_logprobs is not None else UNSET,
             prompt_token_ids=prepared.prompt_token_ids if body.return_token_ids else UNSET,
-        ),
-        headers,
-    )
+        )
+
+    return await json_response(build, headers, [prepared])
 
 
 def _choice(index: int, deltas: Sequence[Delta], body: ChatCompletionRequest) -> ChatChoice:
@@ -164,6 +168,7 @@ def _choice(index: int, deltas: Sequence[Delta], body: ChatCompletionRequest) ->
 
 def _logprobs(entries: Sequence[LogprobEntry], body: ChatCompletionRequest) -> ChatLogprobs:
     as_id = bool(body.return_tokens_as_token_ids)
+    count = None if body.top_logprobs == -1 else body.top_logprobs or 0
     return ChatLogprobs(
         [
             ChatLogprob(
@@ -172,7 +177,7 @@ def _logprobs(entries: Sequence[LogprobEntry], body: ChatCompletionRequest) -> C
                 list(entry.bytes),
                 [
                     ChatTopLogprob(token_string(top.token, top.token_id, as_id), finite(top.logprob), list(top.bytes))
-                    for top in entry.top[: body.top_logprobs or 0]
+                    for top in entry.top[:count]
                 ],
             )
             for entry in entries

@@ -19,8 +19,10 @@ from octavo.server.context import Context, client_request_id
 from octavo.server.generation import (
     Ids,
     UsageCount,
+    check_count,
     finite,
     json_response,
+    more,
     prompt_logprobs_json,
     stream,
     stream_options,
@@ -60,16 +62,20 @@ async def completions(context: Context, request: Request) -> ASGIApp:
         return delta
 
     if not body.stream:
-        choices: list[list[TextChoice]] = [[] for _ in writers]
+        deltas: list[list[Delta]] = [[] for _ in writers]
 
         def take(prompt: int, delta: Delta) -> None:
-            index = prompt * num_choices + delta.index
-            choices[index].append(writers[index].choice(index, shaped(prompt, delta)))
+            deltas[prompt * num_choices + delta.index].append(shaped(prompt, delta))
+
+        def build() -> TextCompletion:
+            choices = [
+                _joined([writer.choice(index, delta) for delta in of_choice])
+                for index, (writer, of_choice) in enumerate(zip(writers, deltas, strict=True))
+            ]
+            return TextCompletion(**ids.fields(), choices=choices, usage=usage.usage())
 
         await whole(context, request, prepared, take)
-        return json_response(
-            TextCompletion(**ids.fields(), choices=[_joined(parts) for parts in choices], usage=usage.usage()), headers
-        )
+        return await json_response(build, headers, prepared)
 
     quiet_usage = None if options.include_usage else UNSET
 
@@ -119,13 +125,10 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
         raise InvalidRequestError(
             f"max_tokens is {max_tokens}; it must be at least 1 (0 with echo)", param="max_tokens"
         )
-    if body.logprobs is not None and not 0 <= body.logprobs <= context.model.max_logprobs:
-        raise InvalidRequestError(
-            f"logprobs is {body.logprobs}; it must be between 0 and {context.model.max_logprobs}", param="logprobs"
-        )
+    check_count("logprobs", body.logprobs, context.model.max_logprobs)
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+        prompt_logprobs = more(body.logprobs, prompt_logprobs or 0)
     params = body.sampling(
         context.model.default_sampling,
         logprobs=body.logprobs,
@@ -137,7 +140,6 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
             prompt,
             params,
             tenant=tenant_of(request),
-            priority=body.priority or 0,
             cache_salt=body.cache_salt,
             add_special_tokens=body.add_special_tokens is not False,
         )
@@ -194,7 +196,8 @@ class _Writer:
             else:
                 token_id, token, logprob = entry.token_id, entry.token, finite(entry.logprob)
                 count = self._body.logprobs or 0
-                tops = {token_string(top.token, top.token_id, as_id): finite(top.logprob) for top in entry.top[:count]}
+                shown = entry.top if count == -1 else entry.top[:count]
+                tops = {token_string(top.token, top.token_id, as_id): finite(top.logprob) for top in shown}
                 tops.setdefault(token_string(token, token_id, as_id), logprob)
             result.tokens.append(token_string(token, token_id, as_id))
             result.token_logprobs.append(logprob)

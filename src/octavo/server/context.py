@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from octavo.config import Config
 from octavo.errors import InvalidRequestError, ModelNotFoundError, NotReadyError, RequestTooLargeError
@@ -25,6 +25,7 @@ _ID_LIMIT = 128
 
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
+Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 class Context:
@@ -91,8 +92,10 @@ class Context:
     ) -> AsyncIterator[AsyncIterator[tuple[int, Delta]]]:
         """Runs requests and yields their deltas as (index of the prepared request, delta).
 
-        Leaving the block, or the client leaving, cancels whatever is not finished. Nothing starts unless all are admitted.
+        Leaving the block, or the client leaving, cancels whatever is not finished; in the latter case the deltas end with
+        ClientDisconnect. Nothing starts unless all are admitted.
         """
+        self.engine.check_room(sum(one.num_choices for one in prepared))
         async with contextlib.AsyncExitStack() as stack:
             handles = [await stack.enter_async_context(self.engine.submit(one)) for one in prepared]
             for one in prepared:
@@ -105,21 +108,33 @@ class Context:
                         one.num_choices,
                     )
                 )
-            watcher = asyncio.create_task(_cancel_when_gone(request, handles))
+            gone = asyncio.Event()
+            watcher = asyncio.create_task(_cancel_when_gone(request, handles, gone))
+            deltas = _unless(gone, _merge(handles))
             try:
-                yield _merge(handles)
+                yield deltas
             finally:
                 watcher.cancel()
+                await deltas.aclose()
 
 
-async def _cancel_when_gone(request: Request, handles: Sequence[RequestHandle]) -> None:
+async def _cancel_when_gone(request: Request, handles: Sequence[RequestHandle], gone: asyncio.Event) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    gone.set()
     for handle in handles:
         handle.cancel()
 
 
-async def _merge(handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, Delta]]:
+async def _unless(gone: asyncio.Event, deltas: Deltas) -> Deltas:
+    async with contextlib.aclosing(deltas):
+        async for item in deltas:
+            if gone.is_set():
+                raise ClientDisconnect
+            yield item
+
+
+async def _merge(handles: Sequence[RequestHandle]) -> Deltas:
     if len(handles) == 1:
         async for delta in handles[0]:
             yield 0, delta

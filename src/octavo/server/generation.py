@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -113,16 +114,24 @@ async def stream(
         await stack.aclose()
         raise
 
+    def work(prompt: int, delta: Delta) -> list[bytes]:
+        return [event(_encoder.encode(chunk)) for chunk in render(prompt, delta)]
+
+    async def rendered(prompt: int, delta: Delta) -> list[bytes]:
+        # A long prompt's logprobs take as long as many tokens; other streams go on meanwhile.
+        is_long = delta.prompt_logprobs is not None
+        return await asyncio.to_thread(work, prompt, delta) if is_long else work(prompt, delta)
+
     async def pieces() -> AsyncIterator[bytes]:
         async with stack:
-            for chunk in render(first_prompt, first):
-                yield event(_encoder.encode(chunk))
+            for piece in await rendered(first_prompt, first):
+                yield piece
             async for prompt, delta in deltas:
                 if (failed := failure(delta)) is not None:
                     yield event(error_body(failed))
                     return
-                for chunk in render(prompt, delta):
-                    yield event(_encoder.encode(chunk))
+                for piece in await rendered(prompt, delta):
+                    yield piece
             if (closing := last()) is not None:
                 yield event(_encoder.encode(closing))
             yield DONE
@@ -130,9 +139,30 @@ async def stream(
     return EventStream(pieces(), headers)
 
 
-def json_response(body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
-    """A 200 with a struct as JSON."""
-    return Response(_encoder.encode(body), 200, headers, media_type="application/json")
+async def json_response(
+    build: Callable[[], msgspec.Struct], headers: dict[str, str], prepared: Sequence[Prepared]
+) -> Response:
+    """A 200 with a struct as JSON. It is built in a thread when it has logprobs, which can be large, so that streams go on."""
+
+    def work() -> Response:
+        return Response(_encoder.encode(build()), 200, headers, media_type="application/json")
+
+    params = prepared[0].params
+    is_long = params.logprobs is not None or params.prompt_logprobs is not None
+    return await asyncio.to_thread(work) if is_long else work()
+
+
+def check_count(field: str, count: int | None, most: int) -> None:
+    """Refuses a number of alternatives beyond the server's bound; -1, the whole vocabulary, is allowed where there is no bound (-1)."""
+    if count is None or 0 <= count <= most or (most == -1 and count >= -1):
+        return
+    allowed = "at least -1" if most == -1 else f"between 0 and {most}"
+    raise InvalidRequestError(f"{field} is {count}; it must be {allowed}", param=field)
+
+
+def more(one: int, other: int) -> int:
+    """The larger number of alternatives, where -1 means all."""
+    return -1 if -1 in (one, other) else max(one, other)
 
 
 def finite(logprob: float) -> float:

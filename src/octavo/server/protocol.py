@@ -6,13 +6,14 @@ Every field is implemented, or refused by name. Names are OpenAI's, extensions v
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from octavo.errors import InvalidRequestError, UnsupportedFieldError
+from octavo.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
 from octavo.frontend.params import SamplingParams
 
 
@@ -54,9 +55,7 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    user: str | None = None
-    priority: int | None = None
-    truncate_prompt_tokens: int | None = None
+    user: str | None = None  # a label for the caller's own books; by definition no answer depends on it
 
     def sampling(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else OpenAI's."""
@@ -149,6 +148,8 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
+    "priority": (0,),
+    "truncate_prompt_tokens": (),
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
@@ -166,13 +167,19 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 R = TypeVar("R", bound=msgspec.Struct)
 
+MAX_PARTS = 100_000
+_TEXT = re.compile(rb'"[^"]*+"?')
+
 
 def decode(body: bytes, kind: type[R]) -> R:
     """Decodes a request body.
 
     Raises InvalidRequestError that names the field: malformed JSON, NaN or lone surrogates, wrong types, unknown or missing
-    fields; UnsupportedFieldError for a field of the API that is not built.
+    fields; UnsupportedFieldError for a field of the API that is not built; RequestTooLargeError for so many parts that to make
+    objects of them would hold up everybody else.
     """
+    if _has_too_many_parts(body):
+        raise RequestTooLargeError(f"the body has more than {MAX_PARTS} lists, objects and members of objects in all")
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -186,13 +193,25 @@ def decode(body: bytes, kind: type[R]) -> R:
             if value is not None and value not in _NOT_BUILT[name]:
                 raise UnsupportedFieldError(f"{name} is not supported by this server", param=name)
         else:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name[:80], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise InvalidRequestError(f"unknown field {name[:80]!r}{hint}", param=name[:80])
     try:
         return msgspec.convert(raw, kind, strict=True)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"{error}", param=_field_of(str(error))) from None
+
+
+def _has_too_many_parts(body: bytes) -> bool:
+    """Counts without building anything. Texts may be full of brackets, so they are left out where that decides it."""
+    if _num_parts(body) <= MAX_PARTS:
+        return False
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return unescaped.count(b'"') > 2 * MAX_PARTS or _num_parts(_TEXT.sub(b"", unescaped)) > MAX_PARTS
+
+
+def _num_parts(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{") + body.count(b":")
 
 
 def _field_of(message: str) -> str | None:
@@ -298,7 +317,8 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A server-sent event of a chat stream. `usage` is null in all chunks but the last when usage was asked for."""
+    """A server-sent event of a chat stream. `usage` is null in all chunks but the last when usage was asked for. What is told of the
+    prompt stands in the first chunk."""
 
     id: str
     created: int
@@ -307,6 +327,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):

@@ -66,12 +66,15 @@ async def tokenize(context: Context, request: Request) -> Response:
     for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if body.messages is None and getattr(body, name) is not None:
             raise InvalidRequestError(f"{name} is only allowed with messages", param=name)
-    tokenizer = context.model.tokenizer
-    ids = await context.off_loop(size, lambda: _tokens(context, body))
+    return await context.off_loop(size, lambda: _json(_tokenized(context, body)))
+
+
+def _tokenized(context: Context, body: TokenizeRequest) -> dict[str, Any]:
+    ids = _tokens(context, body)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": context.model.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
-    return _json(answer)
+        answer["token_strs"] = [context.model.tokenizer.token_text(token) for token in ids]
+    return answer
 
 
 def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
@@ -97,12 +100,14 @@ async def detokenize(context: Context, request: Request) -> Response:
     """POST /detokenize."""
     body, size = await context.body(request, DetokenizeRequest)
     context.model_name(body.model)
+    return await context.off_loop(size, lambda: _json({"prompt": _text(context, body.tokens)}))
+
+
+def _text(context: Context, token_ids: list[int]) -> str:
     vocab_size = context.model.vocab_size
-    for token in body.tokens:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(f"tokens holds {token}; ids are 0 to {vocab_size - 1}", param="tokens")
-    text = await context.off_loop(size, lambda: context.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return _json({"prompt": text})
+    if unknown := next((token for token in token_ids if not 0 <= token < vocab_size), None):
+        raise InvalidRequestError(f"tokens holds {unknown}; ids are 0 to {vocab_size - 1}", param="tokens")
+    return context.model.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 class MetricsRoute:
