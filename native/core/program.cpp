@@ -828,7 +828,7 @@ void Program::run_split_attention(Pool& pool, const Step& step, const Instructio
 // On the columns of the place; instructions that need whole rows run only where those are all.
 void Program::run_row(const Step& step, const Place& place, const Instruction& instruction, std::int64_t index) const {
   const ValueId a = instruction.in[0], b = instruction.in[1], out = instruction.out;
-  const std::int64_t columns = place.columns > 0 ? place.columns : values_[a].columns;
+  const std::int64_t columns = place.columns > 0 || a < 0 ? place.columns : values_[a].columns;  // a < 0: no input
   switch (instruction.op) {
     case Op::kEmbed:
       return unpack_row(weights_->matrix(instruction.weight), step.batch.tokens[index], row(step, place, out, index));
