@@ -141,6 +141,13 @@ void register_program(nb::module_& m) {
       .def("run", &run, "pool"_a, nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("row_starts").noconvert(), nb::arg("tables").noconvert(), nb::arg("logit_rows").noconvert(),
            "Computes a batch and returns logits [S, vocab], which the next run overwrites.")
+      .def_prop_ro(
+          "work",
+          [](const Program& program) {
+            const Work& work = program.work();
+            return std::make_tuple(work.seconds, work.weight_bytes, work.kv_bytes, work.operations);
+          },
+          "Of the last run: seconds, weight bytes and KV bytes it had to read, operations.")
       .def_prop_ro("num_instructions", &Program::num_instructions)
       .def_prop_ro("vocab", &Program::vocab)
       .def_prop_ro("num_phases", &Program::num_phases)

@@ -218,6 +218,7 @@ void Program::finish(ValueId logits, bool fused) {
   if (fused) fuse();
   place_values();
   assign_slots();
+  count_linears();
 }
 
 Program::Cut Program::cut_of(Op op) {
@@ -483,6 +484,50 @@ void Program::bind(std::shared_ptr<KvStore> cache) {
             layer + " sees more tokens than the window of its cache, " + number(kept));
   }
   cache_ = std::move(cache);
+  count_attention();
+}
+
+void Program::count_linears() {
+  for (const Instruction& instruction : instructions_) {
+    if (instruction.op != Op::kLinear) continue;
+    const PackedMatrix matrix = weights_->matrix(instruction.weight);
+    Work& work = values_[instruction.out].rows == Rows::kTokens ? per_token_ : per_logit_;
+    work.weight_bytes += weights_->matrix_bytes(instruction.weight);
+    work.operations += 2 * matrix.n * matrix.k;
+  }
+}
+
+void Program::count_attention() {
+  seen_.clear();
+  for (const Instruction& instruction : instructions_) {
+    if (instruction.op != Op::kAttention) continue;
+    const KvCache& kv = cache_->cache(instruction.index);
+    auto same = std::find_if(seen_.begin(), seen_.end(), [&](const Seen& s) { return s.window == instruction.window; });
+    if (same == seen_.end()) same = seen_.insert(same, {instruction.window, 0, 0});
+    same->token_bytes += kv.num_kv_heads * kv_head_bytes(kv.format, kv.block_size, kv.head_dim) / kv.block_size;
+    same->operations += std::int64_t{4} * instruction.num_heads * instruction.head_dim;
+  }
+}
+
+Work Program::work_of(const Step& step) const {
+  Work work;
+  for (const auto& [per_row, rows] :
+       {std::pair(&per_token_, step.num_tokens), std::pair(&per_logit_, step.num_logits)}) {
+    if (rows > 0) work.weight_bytes += per_row->weight_bytes;
+    work.operations += rows * per_row->operations;
+  }
+  const Batch& batch = step.batch;
+  for (const Seen& seen : seen_) {
+    for (std::size_t r = 0; r + 1 < batch.row_starts.size(); ++r) {
+      const std::int64_t first = batch.positions[batch.row_starts[r]],
+                         last = batch.positions[batch.row_starts[r + 1] - 1];
+      const std::int64_t from = seen.window > 0 ? std::max<std::int64_t>(0, first - seen.window + 1) : 0;
+      work.kv_bytes += (last - from + 1) * seen.token_bytes;
+    }
+    for (const std::int32_t position : batch.positions)
+      work.operations += (seen.window > 0 ? std::min(position + 1, seen.window) : position + 1) * seen.operations;
+  }
+  return work;
 }
 
 void Program::check(const Batch& batch) const {
@@ -617,6 +662,7 @@ float* Program::row(const Step& step, const Place& place, ValueId id, std::int64
 }
 
 Logits Program::run(Pool& pool, const Batch& batch) {
+  const auto started = std::chrono::steady_clock::now();
   require(cache_ != nullptr, "no KV cache is bound");
   require(weights_->allocated(), "the weights are not allocated");
   check(batch);
@@ -643,6 +689,8 @@ Logits Program::run(Pool& pool, const Batch& batch) {
     run_phase(pool, step, phase);
     phase_seconds_->push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
+  work_ = work_of(step);
+  work_.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   return {logits_memory_, num_logits, columns};
 }
 

@@ -46,6 +46,13 @@ struct Logits {
   float* data() const { return reinterpret_cast<float*>(memory->data()); }
 };
 
+// What a forward took and had to do at least: every weight and every visible K and V read once per row of the batch,
+// and two operations for each product and sum of matrices and attention.
+struct Work {
+  double seconds = 0;
+  std::int64_t weight_bytes = 0, kv_bytes = 0, operations = 0;
+};
+
 class Program {
  public:
   using ValueId = std::int32_t;
@@ -84,6 +91,8 @@ class Program {
   Logits run(Pool& pool, const Batch& batch);
 
   // --- measuring
+  // Of the last run.
+  const Work& work() const { return work_; }
   // What runs between two barriers: names of the instructions, and the matrices of the linears among them.
   struct PhaseFacts {
     std::vector<std::string> ops;
@@ -178,6 +187,13 @@ class Program {
     std::int64_t phase = -1;
   };
 
+  // Work of attention in layers that see alike.
+  struct Seen {
+    std::int32_t window;
+    std::int64_t token_bytes;  // of K and V of one token
+    std::int64_t operations;   // of one token and one that it sees
+  };
+
   // Consecutive tokens of one row that attend together.
   struct QueryTile {
     std::int32_t row, begin, end;
@@ -228,6 +244,10 @@ class Program {
   void place_values();
   void assign_slots();
 
+  void count_linears();
+  void count_attention();
+  Work work_of(const Step& step) const;
+
   void check(const Batch& batch) const;
   void lay_out(const Step& step, int threads);
   void cut_queries(const Batch& batch, std::int32_t tokens_per_tile);
@@ -266,6 +286,10 @@ class Program {
   std::int64_t vocab_ = INT64_MAX;  // smallest embedding table
 
   std::vector<double>* phase_seconds_ = nullptr;
+  Work per_token_, per_logit_;  // of linears; bytes are of all tokens or logits together
+  std::vector<Seen> seen_;
+  Work work_;
+
   Mapping scratch_;
   // Each thread's own: rows of values with own_row, then tiles of values with own_tile.
   Mapping own_memory_;

@@ -114,6 +114,11 @@ PackedMatrix Weights::pair(std::int32_t index) const {
   return placed(both, first.offset);
 }
 
+std::int64_t Weights::matrix_bytes(std::int32_t index) const {
+  const Matrix& matrix = checked(matrices_, index, "matrix");
+  return static_cast<std::int64_t>(packed_bytes(matrix.shape)) / (matrix.pair < 0 ? 1 : 2);
+}
+
 std::span<const float> Weights::vector(std::int32_t index) const {
   const Vector& vector = checked(vectors_, index, "vector");
   return {allocated() ? reinterpret_cast<const float*>(mapping_.data() + vector.offset) : nullptr,

@@ -36,6 +36,7 @@ class Weights {
   // Without data before allocate(). Throw std::invalid_argument for an index that was not returned.
   PackedMatrix matrix(std::int32_t index) const;
   PackedMatrix pair(std::int32_t index) const;
+  std::int64_t matrix_bytes(std::int32_t index) const;
   std::span<const float> vector(std::int32_t index) const;
 
   // Bytes of all that is declared.

@@ -6,7 +6,6 @@ Each component receives only its own section. This module does not know the comp
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Literal
 
 import msgspec
@@ -131,8 +130,3 @@ class Config(Section, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     backend: BackendConfig = BackendConfig()
     server: ServerConfig = ServerConfig()
-
-
-def cpu_count() -> int:
-    """CPUs this process may use (affinity, not the machine's total)."""
-    return len(os.sched_getaffinity(0))

@@ -205,11 +205,25 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     invalid_request: bool = False
 
 
+class ForwardWork(msgspec.Struct, frozen=True):
+    """What forwards took, and had to do at least: the lower bounds by which a machine's limits are compared with them.
+
+    `weight_bytes` and `kv_bytes` are what must be read, each weight once and the visible K and V once per row; `ops` counts two for
+    each product and sum of matrices and attention.
+    """
+
+    forward_s: float
+    weight_bytes: int
+    kv_bytes: int
+    ops: int
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a step, one per row of its plan."""
+    """Results of a step, one per row of its plan. `work` is None where the backend does not count it."""
 
     step: int
     rows: tuple[RowResult, ...]
+    work: ForwardWork | None = None
 
 
 class StepHandle(Protocol):
@@ -280,7 +294,8 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine after a step (or while idle), and what happened in it. Counts are of this step, not totals.
 
-    `kv_usage` is the used share (0..1) of the fullest group; cached but unreferenced blocks count as free.
+    `kv_usage` is the used share (0..1) of the fullest group; cached but unreferenced blocks count as free. `work` is None outside of
+    steps and where the backend does not count it.
     """
 
     step: int
@@ -293,6 +308,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     step_s: float = 0.0
+    work: ForwardWork | None = None
     ttft_s: tuple[float, ...] = ()
     itl_s: tuple[float, ...] = ()
     finished: tuple[RequestTimes, ...] = ()

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.contracts import KVLayout, TokenLogprobs, TokenSampling
+from octavo.contracts import ForwardWork, KVLayout, TokenLogprobs, TokenSampling
 from octavo.ops import Inputs, Ops, Weight
 from octavo.quant import RawTensor
 
@@ -84,6 +84,11 @@ class BackendModel(Protocol):
 
     def forward(self, batch: Batch) -> F32:
         """Computes the step's tokens, writes their KV, and returns logits [S, vocab]. Valid until the next call."""
+        ...
+
+    @property
+    def last_work(self) -> ForwardWork | None:
+        """What the last forward took and had to do; None where it is not counted."""
         ...
 
     def make_sampler(self, max_num_seqs: int) -> Sampler:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-from octavo.config import cpu_count
 from octavo.errors import ConfigError
+from octavo.obs.machine import cpu_count
 
 RESULTS_FOLDER = Path("benchmarks/results")
 QUIET_LOAD = 0.5

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo import __version__
-from octavo.config import cpu_count
 from octavo.errors import ConfigError
+from octavo.obs.machine import cpu_count
 
 _CPU_FEATURES = (
     "avx2",

@@ -27,6 +27,7 @@ from octavo.config import SchedulerConfig
 from octavo.contracts import (
     EngineOutput,
     FinishReason,
+    ForwardWork,
     GenerateRequest,
     KVLayout,
     RequestId,
@@ -169,7 +170,7 @@ class Scheduler:
         """An output outside of steps: waiting events, or a changed state. None when there is nothing to tell."""
         if not self._tally.events and self._state() == self._reported:
             return None
-        return self._output(step_s=0.0)
+        return self._output()
 
     def abort_all(self) -> None:
         """Cancels everything."""
@@ -320,7 +321,7 @@ class Scheduler:
             else:
                 self._advance(request, row, outcome, now_s)
         self._running = [request for request in self._running if request.status is Status.RUNNING]
-        return self._output(step_s=step_s)
+        return self._output(step_s, result.work)
 
     def verify(self, plan: StepPlan, result: StepResult) -> None:
         """Raises EngineError when a result does not answer the plan in flight: the executor's fault, so the step is to `fail`."""
@@ -352,7 +353,7 @@ class Scheduler:
                 self._end(request, _error_event(request, error))
         self._running = [request for request in self._running if request.status is Status.RUNNING]
         self._releases.extend(slot for slot in plan.releases if slot not in self._releases)
-        return self._output(step_s=0.0)
+        return self._output()
 
     def _landed(self) -> Iterator[Request]:
         """The requests of the step in flight, which is so no longer."""
@@ -407,10 +408,15 @@ class Scheduler:
     def _state(self) -> tuple[int, int, float]:
         return len(self._running), len(self._waiting), self._kv.usage
 
-    def _output(self, step_s: float) -> EngineOutput:
+    def _output(self, step_s: float = 0.0, work: ForwardWork | None = None) -> EngineOutput:
         self._reported = num_running, num_waiting, kv_usage = self._state()
         return self._tally.take(
-            step=self._step, num_running=num_running, num_waiting=num_waiting, kv_usage=kv_usage, step_s=step_s
+            step=self._step,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_usage=kv_usage,
+            step_s=step_s,
+            work=work,
         )
 
     # --- invariants -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ This module does not know what the numbers mean or who reads them.
 
 from __future__ import annotations
 
-from octavo.contracts import EngineOutput, RequestTimes, StepStats, TokenEvent
+from octavo.contracts import EngineOutput, ForwardWork, RequestTimes, StepStats, TokenEvent
 
 
 class Tally:
@@ -22,7 +22,16 @@ class Tally:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
 
-    def take(self, *, step: int, num_running: int, num_waiting: int, kv_usage: float, step_s: float) -> EngineOutput:
+    def take(
+        self,
+        *,
+        step: int,
+        num_running: int,
+        num_waiting: int,
+        kv_usage: float,
+        step_s: float,
+        work: ForwardWork | None,
+    ) -> EngineOutput:
         """An output of everything collected, with the engine's present state. Empties the tally."""
         output = EngineOutput(
             events=tuple(self.events),
@@ -37,6 +46,7 @@ class Tally:
                 prefix_cache_queries=self.prefix_cache_queries,
                 prefix_cache_hits=self.prefix_cache_hits,
                 step_s=step_s,
+                work=work,
                 ttft_s=tuple(self.ttft_s),
                 itl_s=tuple(self.itl_s),
                 finished=tuple(self.finished),

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from octavo.contracts import FinishReason, RequestTimes, StepStats
+from octavo.contracts import FinishReason, ForwardWork, RequestTimes, StepStats
 from octavo.obs.events import EngineStateChanged, Event, HttpRequestDone, RequestReceived, RequestRefused, StepCompleted
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -86,6 +86,7 @@ class Metrics(Collector):
         self._labels = (model_name, "0")
         self._cache_info: dict[str, str] = {}
         self._latest = StepStats(step=0, num_running=0, num_waiting=0, kv_usage=0.0)
+        self._work: ForwardWork | None = None
         self._counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self._rejections: dict[str, int] = {}
@@ -127,6 +128,7 @@ class Metrics(Collector):
 
     def _step(self, stats: StepStats) -> None:
         self._latest = stats
+        self._work = stats.work or self._work
         counters, histograms = self._counters, self._histograms
         counters["prompt_tokens"] += stats.num_prompt_tokens
         counters["generation_tokens"] += stats.num_generated_tokens
@@ -172,6 +174,8 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
             gauge.add_metric(self._labels, value)
             yield gauge
+        if self._work is not None and self._work.forward_s > 0:
+            yield from self._collect_work(self._work, names)
         for name, text in _COUNTERS.items():
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
             counter.add_metric(self._labels, self._counters[name])
@@ -203,6 +207,23 @@ class Metrics(Collector):
         for name in ("loading", "ready", "draining", "dead"):
             state.add_metric((name,), float(name == self._state))
         yield state
+
+    def _collect_work(self, work: ForwardWork, names: Sequence[str]) -> Iterable[Metric]:
+        for name, text, amount in (
+            (
+                "step_read_bytes_per_second",
+                "Weights and KV that the last step had to read, over the time of its forward.",
+                work.weight_bytes + work.kv_bytes,
+            ),
+            (
+                "step_ops_per_second",
+                "Products and sums of matrices and attention in the last step, over the time of its forward.",
+                work.ops,
+            ),
+        ):
+            gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=names)
+            gauge.add_metric(self._labels, amount / work.forward_s)
+            yield gauge
 
     def _collect_http(self) -> Iterable[Metric]:
         total = CounterMetricFamily("http_requests", "HTTP exchanges.", labels=("handler", "method", "status"))

@@ -13,6 +13,7 @@ import numpy as np
 from octavo.backends.base import F32, I32, NOTHING_LEFT, BackendModel, Batch, Sampled
 from octavo.contracts import (
     NULL_BLOCK,
+    ForwardWork,
     KVLayout,
     RowPlan,
     RowResult,
@@ -62,6 +63,8 @@ class ModelRunner:
         # A request may end with one token more than the context holds: sampled, never computed.
         self._tokens: I32 = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._tables: list[I32] = [np.full((max_num_seqs, blocks_per_row), NULL_BLOCK, np.int32) for _ in layout.groups]
+        self._counting: I32 = np.arange(max_num_seqs + 1, dtype=np.int32)
+        """Row starts and logit rows of a step in which every row computes and samples one token."""
         self._num_known = [0] * max_num_seqs
         self._num_blocks = [[0] * max_num_seqs for _ in layout.groups]
         self._starts: list[SlotStart | None] = [None] * max_num_seqs
@@ -116,9 +119,11 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Computes and samples the rows of a submitted plan."""
         outcomes = [_Outcome() for _ in plan.rows]
+        work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):
             self._run_piece(segments, outcomes)
-        return StepResult(step=plan.step, rows=tuple(map(_row_result, plan.rows, outcomes)))
+            work = _sum(work, self._model.last_work)
+        return StepResult(step=plan.step, rows=tuple(map(_row_result, plan.rows, outcomes)), work=work)
 
     def _pieces(self, rows: Sequence[RowPlan]) -> Iterator[list[_Segment]]:
         """Cuts a step into forwards of at most `_max_logit_rows` rows of logits; nearly always there is one."""
@@ -177,24 +182,24 @@ class ModelRunner:
     def _batch(self, segments: list[_Segment]) -> Batch:
         slots = np.array([segment.slot for segment in segments], np.int32)
         starts = np.array([segment.start for segment in segments], np.int32)
-        counts = np.array([segment.count for segment in segments], np.int32)
-        row_starts = np.zeros(len(segments) + 1, np.int32)
-        np.cumsum(counts, out=row_starts[1:])
-        positions = np.arange(row_starts[-1], dtype=np.int32) + np.repeat(starts - row_starts[:-1], counts)
-        logit_rows: list[int] = []
-        for segment, begin in zip(segments, row_starts.tolist(), strict=False):
-            logit_rows.extend(range(begin, begin + segment.num_scored))
-            if segment.sample:
-                logit_rows.append(begin + segment.count - 1)
+        token_slots, positions = slots, starts
+        row_starts, logit_rows = self._counting[: len(segments) + 1], self._counting[: len(segments)]
+        if not all(segment.count == 1 and segment.sample and not segment.num_scored for segment in segments):
+            counts = np.array([segment.count for segment in segments], np.int32)
+            row_starts = np.zeros(len(segments) + 1, np.int32)
+            np.cumsum(counts, out=row_starts[1:])
+            token_slots = np.repeat(slots, counts)
+            positions = np.arange(row_starts[-1], dtype=np.int32) + np.repeat(starts - row_starts[:-1], counts)
+            logit_rows = _logit_rows(segments, row_starts)
         return Batch(
-            tokens=self._tokens[np.repeat(slots, counts), positions],
+            tokens=self._tokens[token_slots, positions],
             positions=positions,
             row_starts=row_starts,
             tables=tuple(
                 table[:, : max(num_blocks[segment.slot] for segment in segments)].take(slots, axis=0)
                 for table, num_blocks in zip(self._tables, self._num_blocks, strict=True)
             ),
-            logit_rows=np.array(logit_rows, np.int32),
+            logit_rows=logit_rows,
         )
 
     def _score(self, logits: F32, segment: _Segment, outcome: _Outcome) -> None:
@@ -218,6 +223,26 @@ class _Step:
     def sample(self) -> StepResult:
         """Runs the forward and samples."""
         return self._runner.run(self._plan)
+
+
+def _logit_rows(segments: list[_Segment], row_starts: I32) -> I32:
+    rows: list[int] = []
+    for segment, begin in zip(segments, row_starts.tolist(), strict=False):
+        rows.extend(range(begin, begin + segment.num_scored))
+        if segment.sample:
+            rows.append(begin + segment.count - 1)
+    return np.array(rows, np.int32)
+
+
+def _sum(a: ForwardWork | None, b: ForwardWork | None) -> ForwardWork | None:
+    if a is None or b is None:
+        return a or b
+    return ForwardWork(
+        forward_s=a.forward_s + b.forward_s,
+        weight_bytes=a.weight_bytes + b.weight_bytes,
+        kv_bytes=a.kv_bytes + b.kv_bytes,
+        ops=a.ops + b.ops,
+    )
 
 
 def _row_result(row: RowPlan, outcome: _Outcome) -> RowResult:

@@ -106,6 +106,29 @@ def test_threads_and_chunks_do_not_change_bits(dtype: DType, form: Format) -> No
         np.testing.assert_array_equal(logits[0], expected[position], strict=True)
 
 
+def test_work_is_counted() -> None:
+    model = load()
+    model.forward(batch([1, 2, 3], logit_rows=np.array([2], np.int32)))
+    work = model.last_work
+    assert work.forward_s > 0
+    assert work.weight_bytes == model.weight_bytes - 4 * HIDDEN  # all but the norm
+    assert work.kv_bytes == 3 * 2 * 32 * 2
+    projections, head, attention = 2 * (32 + 64) * HIDDEN, 2 * VOCAB * HIDDEN, 4 * 2 * 32
+    assert work.ops == 3 * projections + head + (1 + 2 + 3) * attention
+    model.forward(
+        batch(
+            [4, 5],
+            positions=np.array([3, 0], np.int32),
+            row_starts=np.array([0, 1, 2], np.int32),
+            tables=(np.array([[2], [0]], np.int32),),
+            logit_rows=np.array([], np.int32),
+        )
+    )
+    assert model.last_work.kv_bytes == (4 + 1) * 2 * 32 * 2
+    assert model.last_work.ops == 2 * projections + (4 + 1) * attention
+    assert model.last_work.weight_bytes < work.weight_bytes
+
+
 def test_dtypes() -> None:
     assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-1-kv-bfloat16"
     assert load("auto").bytes_per_kv_value == 2

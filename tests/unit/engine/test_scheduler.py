@@ -8,7 +8,7 @@ import time
 import pytest
 
 from octavo.config import SchedulerConfig
-from octavo.contracts import FinishReason, RequestId, RowResult, StepPlan, StepResult
+from octavo.contracts import FinishReason, ForwardWork, RequestId, RowResult, StepPlan, StepResult
 from octavo.engine import Scheduler, token_budget
 from octavo.engine.blocks import InvariantError
 from octavo.errors import ConfigError, EngineDeadError, EngineError
@@ -488,6 +488,16 @@ def test_a_result_that_does_not_answer_the_plan_is_refused(bad: StepResult) -> N
     assert plan is not None
     with pytest.raises(EngineError, match="step 1"):
         harness.scheduler.verify(plan, bad)
+
+
+def test_the_work_of_a_step_is_in_its_statistics() -> None:
+    harness = Harness(layout(12))
+    harness.add(request("a", range(6)))
+    plan = harness.scheduler.plan()
+    assert plan is not None
+    work = ForwardWork(forward_s=0.5, weight_bytes=100, kv_bytes=10, ops=1000)
+    result = StepResult(step=1, rows=(RowResult(slot=plan.rows[0].slot, token_ids=(5,)),), work=work)
+    assert harness.scheduler.commit(plan, result).stats.work == work
 
 
 def test_killing_ends_everything_even_with_a_plan_in_flight() -> None:

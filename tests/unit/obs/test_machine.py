@@ -1,10 +1,12 @@
-"""Memory this process may use, on made-up /proc and /sys trees."""
+"""Memory and CPUs this process may use, on made-up /proc and /sys trees."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.obs.machine import free_memory_bytes, total_memory_bytes
+import pytest
+
+from octavo.obs.machine import cpu_count, free_memory_bytes, total_memory_bytes
 
 MIB = 1024 * 1024
 
@@ -100,5 +102,49 @@ def test_group_outside_the_mount_falls_back_to_the_mounted_one(tmp_path: Path) -
     assert free_memory_bytes(root) == 60 * MIB
 
 
+@pytest.fixture
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "parent", "expected"),
+    [
+        ("max 100000", "max 100000", 8),
+        ("200000 100000", "max 100000", 2),
+        ("max 100000", "150000 100000", 2),
+        ("20000 100000", "max 100000", 1),
+        ("3000000 100000", "max 100000", 8),
+        ("nonsense", "300000 100000", 3),
+    ],
+)
+def test_cpus_of_a_v2_quota(tmp_path: Path, eight_cpus: None, leaf: str, parent: str, expected: int) -> None:
+    root = make_root(
+        tmp_path,
+        cgroup="0::/user/app\n",
+        mountinfo=V2_MOUNT,
+        files={"sys/fs/cgroup/user/app/cpu.max": f"{leaf}\n", "sys/fs/cgroup/user/cpu.max": f"{parent}\n"},
+    )
+    assert cpu_count(root) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(-1, 8), (250_000, 3), (50_000, 1)])
+def test_cpus_of_a_v1_quota(tmp_path: Path, eight_cpus: None, quota: int, expected: int) -> None:
+    group = "sys/fs/cgroup/cpu,cpuacct/app"
+    root = make_root(
+        tmp_path,
+        cgroup="5:cpuset:/x\n4:cpu,cpuacct:/app\n",
+        mountinfo="35 31 0:32 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n",
+        files={f"{group}/cpu.cfs_quota_us": f"{quota}\n", f"{group}/cpu.cfs_period_us": "100000\n"},
+    )
+    assert cpu_count(root) == expected
+
+
+def test_cpus_without_groups_are_the_affinity(tmp_path: Path, eight_cpus: None) -> None:
+    assert cpu_count(make_root(tmp_path, cgroup="", mountinfo="", files={})) == 8
+    assert cpu_count(tmp_path / "nothing here") == 8
+
+
 def test_this_machine() -> None:
+    assert cpu_count() >= 1
     assert 0 < free_memory_bytes() <= total_memory_bytes()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.contracts import FinishReason, RequestId, RequestTimes, StepStats
+from octavo.contracts import FinishReason, ForwardWork, RequestId, RequestTimes, StepStats
 from octavo.obs.events import EngineStateChanged, EventLog, HttpRequestDone, RequestRefused, StepCompleted
 from octavo.obs.metrics import Metrics
 
@@ -32,6 +33,17 @@ def finished(**fields: object) -> RequestTimes:
         "finished_s": 5.0, "num_prompt_tokens": 7, "num_cached_tokens": 0, "num_generated_tokens": 5, "num_preemptions": 0, "max_tokens": 5,
     }  # fmt: skip
     return RequestTimes(**{**base, **fields})  # type: ignore[arg-type]
+
+
+def test_the_last_forward_is_a_rate() -> None:
+    metrics = Metrics("m")
+    assert "octavo:step" not in metrics.render().decode()
+    idle = StepStats(step=1, num_running=0, num_waiting=0, kv_usage=0.0)
+    work = ForwardWork(forward_s=0.5, weight_bytes=1000, kv_bytes=200, ops=70_000)
+    metrics(StepCompleted(msgspec.structs.replace(idle, work=work)))
+    metrics(StepCompleted(idle))
+    assert value(metrics, "octavo:step_read_bytes_per_second", model_name="m") == 2400
+    assert value(metrics, "octavo:step_ops_per_second", model_name="m") == 140_000
 
 
 def test_a_step_is_counted() -> None:

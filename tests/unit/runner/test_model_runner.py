@@ -12,7 +12,17 @@ import pytest
 from octavo.backends.base import BackendModel, Batch
 from octavo.backends.numpy import NumpyBackend
 from octavo.backends.numpy.sampler import NumpySampler
-from octavo.contracts import NULL_BLOCK, KVLayout, RowPlan, RowResult, Slot, SlotStart, StepPlan, TokenSampling
+from octavo.contracts import (
+    NULL_BLOCK,
+    ForwardWork,
+    KVLayout,
+    RowPlan,
+    RowResult,
+    Slot,
+    SlotStart,
+    StepPlan,
+    TokenSampling,
+)
 from octavo.models import ModelSpec, make_forward
 from octavo.quant import Format
 from octavo.runner.model_runner import MIN_LOGIT_ROWS, ModelRunner
@@ -30,6 +40,7 @@ class RecordingModel:
     bytes_per_kv_scale = 0
     weight_bytes = 0
     arithmetic = "fake"
+    last_work = ForwardWork(forward_s=0.5, weight_bytes=100, kv_bytes=10, ops=1000)
 
     def __init__(self, vocab: int = 50) -> None:
         self.vocab = vocab
@@ -191,6 +202,21 @@ def test_prompt_logprobs_of_a_long_prompt_keep_memory_bounded(cuts: Sequence[int
     assert likely == [(a + 1) % 50 == b for a, b in pairwise(prompt)]
     assert max(len(batch.logit_rows) for batch in model.batches) <= MIN_LOGIT_ROWS
     assert sum(len(batch.tokens) for batch in model.batches) == 302
+
+
+def test_a_step_tells_the_work_of_all_its_forwards() -> None:
+    runner, model = fake_runner()
+    scored = TokenSampling(max_tokens=9, temperature=0.0, prompt_logprobs=0)
+    plan = StepPlan(
+        step=1,
+        releases=(),
+        starts=(start(0, [1] * 150, scored),),
+        rows=(row(0, 0, 150, range(38), sample=True),),
+        num_tokens=150,
+    )
+    result = runner.submit(plan).sample()
+    assert len(model.batches) == 3
+    assert result.work == ForwardWork(forward_s=1.5, weight_bytes=300, kv_bytes=30, ops=3000)
 
 
 def test_no_prompt_logprobs_after_the_prompt() -> None:

@@ -27,9 +27,9 @@ from octavo.backends.cpu import _native
 from octavo.backends.cpu.build import chosen_isa
 from octavo.backends.cpu.recorder import CpuWeight, record
 from octavo.backends.cpu.sampler import CpuSampler
-from octavo.config import cpu_count
-from octavo.contracts import KVLayout
+from octavo.contracts import ForwardWork, KVLayout
 from octavo.errors import ConfigError, UnsupportedModelError
+from octavo.obs.machine import cpu_count
 from octavo.quant import RawTensor, dequantize
 
 ARITHMETIC_VERSION = 1
@@ -166,6 +166,11 @@ class CpuModel:
         program, pool = self._open(), self._pool
         assert pool is not None
         return program.run(pool, batch.tokens, batch.positions, batch.row_starts, list(batch.tables), batch.logit_rows)
+
+    @property
+    def last_work(self) -> ForwardWork:
+        """Counted natively, with the batch."""
+        return ForwardWork(*self._open().work)
 
     def make_sampler(self, max_num_seqs: int) -> Sampler:
         """A native sampler of the same instruction set. It shares the threads, and keeps them while it lives."""

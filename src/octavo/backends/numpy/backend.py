@@ -138,6 +138,11 @@ class NumpyModel:
         logits: F32 = self._forward(ops, self._weights, _Inputs(batch.tokens, batch.logit_rows))
         return logits
 
+    @property
+    def last_work(self) -> None:
+        """Not counted."""
+        return
+
     def make_sampler(self, max_num_seqs: int) -> Sampler:
         """The numpy sampler, over as many tokens as the embedding has rows."""
         return NumpySampler(max_num_seqs, self._weights["embed"].shape[0])

@@ -25,12 +25,11 @@ from octavo.backends.cpu.recorder import CpuWeight, record
 from octavo.backends.cpu.sampler import CpuSampler
 from octavo.bench import results
 from octavo.bench.local.random_weights import embedding_format, random_matrix
-from octavo.config import cpu_count
 from octavo.contracts import TokenSampling
 from octavo.errors import ConfigError
 from octavo.loaders.checkpoint import open_checkpoint
 from octavo.models import ModelSpec, make_forward
-from octavo.obs.machine import free_memory_bytes
+from octavo.obs.machine import cpu_count, free_memory_bytes
 from octavo.ops import Rope, RopeStyle
 from octavo.quant import Format
 from octavo.runner.load import read_spec
