@@ -2,16 +2,19 @@
 //
 // The arithmetic of one query row, which is all that decides its bits:
 //  - positions are cut into splits at absolute multiples of kKvSplit and into groups at multiples of 16;
-//  - a score is scale * (q k). In float32, q k is the sum over even head dimensions plus that over odd ones,
-//    each an fma chain in ascending order. With 8-bit K, q is rounded to 16-bit integers in steps of absmax / 32767,
-//    the sum is exact, and the scale of the token's K is multiplied last;
+//  - a score is scale * (q k). In float32, q k is the sum over even head dimensions plus that over odd ones, each an
+//    fma chain in ascending order. With bf16 K, q is rounded to bf16, and q k is the sum over even pairs of dimensions
+//    plus that over odd pairs; a pair adds its second product, then its first, as vdpbf16ps does. With 8-bit K, q is
+//    rounded to integers in steps of absmax / 32767, the sum is exact, and the scale of the token's K is multiplied
+//    last;
 //  - within a split: the maximum, the weights e^(score - maximum), and their sum lane by lane over the groups and then
 //    by the tree of lanes;
-//  - the weighted sum of V of a split is an fma chain over ascending positions. With 8-bit V, weights times the scales
-//    of V are rounded to 16-bit integers in steps of their maximum / 32767, and the sum is exact;
+//  - the weighted sum of V of a split is an fma chain over ascending positions. With bf16 V, weights are rounded to
+//    bf16, and positions are added in pairs as above. With 8-bit V, weights times the scales of V are rounded to
+//    integers in steps of their maximum / 32767, and the sum is exact;
 //  - splits are merged in ascending order, as if each had been computed elsewhere; then one division.
 // Rows computed together share loads and nothing else. K, V and the block table outside a row's visible positions are
-// not read into its result: scores there are replaced by -inf, and V is skipped or multiplied by an integer zero.
+// not read into its result: scores there are replaced by -inf, and V is skipped or replaced by zero.
 #include "kernels/kernels.h"
 #include "kernels/ops.h"
 #include "kernels/pairs.h"
@@ -35,12 +38,33 @@ inline constexpr float kMostWord = 32767.0f;
 inline constexpr float kMostByte = 127.0f;
 inline constexpr float kSmallest = 0x1p-100f;  // below it steps and their inverses would leave the normal range
 
+// What a cache of T is multiplied with: 16-bit integers, bf16, or float.
+template <class T>
+struct Cached;
+template <>
+struct Cached<int8_t> {
+  static constexpr KvFormat kFormat = KvFormat::kI8;
+  using Operand = int16_t;
+};
+template <>
+struct Cached<uint16_t> {
+  static constexpr KvFormat kFormat = KvFormat::kBF16;
+  using Operand = uint16_t;
+};
+template <>
+struct Cached<float> {
+  static constexpr KvFormat kFormat = KvFormat::kF32;
+  using Operand = float;
+};
+template <class T>
+using Operand = typename Cached<T>::Operand;
+
 // One query row: a token and one of the heads that read this KV head. It sees positions begin..end-1.
+template <class T>
 struct Row {
-  const float* q;
-  const int16_t* words;  // q as integers, where the cache is 8-bit
-  float factor;          // from q k to score
-  float* out;            // the weighted sum so far
+  const Operand<T>* q;
+  float factor;  // from q k to score
+  float* out;    // the weighted sum so far
   int64_t begin, end;
   float max, sum;
   bool started;
@@ -49,9 +73,6 @@ struct Row {
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-inline F16 load_values(const float* p) { return load(p); }
-inline F16 load_values(const uint16_t* p) { return load_bf16(p); }
-
 // 16 floats of two places.
 inline F16 load_halves(const float* lo, const float* hi) {
   float t[kLanes];
@@ -59,13 +80,6 @@ inline F16 load_halves(const float* lo, const float* hi) {
   memcpy(t + 8, hi, sizeof(float) * 8);
   return load(t);
 }
-
-template <class T>
-inline constexpr KvFormat kFormat = KvFormat::kF32;
-template <>
-inline constexpr KvFormat kFormat<uint16_t> = KvFormat::kBF16;
-template <>
-inline constexpr KvFormat kFormat<int8_t> = KvFormat::kI8;
 
 // Addresses in one KV head's part of a layer's cache.
 template <class T>
@@ -77,7 +91,7 @@ struct Head {
 
   explicit Head(const AttendArgs& a)
       : table(a.block_table),
-        head_bytes(kv_head_bytes(kFormat<T>, a.cache.block_size, a.cache.head_dim)),
+        head_bytes(kv_head_bytes(Cached<T>::kFormat, a.cache.block_size, a.cache.head_dim)),
         block_bytes(head_bytes * a.cache.num_kv_heads),
         half(static_cast<int64_t>(a.cache.block_size) * a.cache.head_dim),
         head_dim(a.cache.head_dim),
@@ -91,7 +105,7 @@ struct Head {
   }
   // K of the positions from `position` on, within their block: [head_dim / 2][block_size][2].
   const T* k(int64_t position) const { return block(position) + 2 * offset(position); }
-  // V: one position, or with 8 bits a pair of which `position` is the first.
+  // V: one position, or where positions lie in pairs, the pair of which it is the first.
   const T* v(int64_t position) const { return block(position) + half + offset(position) * head_dim; }
   // Scales of K and of V.
   const float* scales(int64_t position, int which) const {
@@ -161,60 +175,67 @@ class Ahead {
   int64_t half_bytes_, begin_, position_, end_;
 };
 
-// Scores of R rows against the 16 positions whose K lies at lo (8) and hi (8); `step` elements from one dimension pair
-// to the next.
-template <int R, bool kTogether, class T>
-inline void score_group(const Row* rows, const T* lo, const T* hi, int64_t step, int64_t pairs,
-                        typename Ahead<T>::Group ahead, F16* scores) {
+// q k of R rows and the 16 positions whose K lies at lo (8) and hi (8), times the rows' factors; `step` elements from
+// one dimension pair to the next.
+template <int R, bool kTogether>
+inline void score_group(const Row<float>* rows, const float* lo, const float* hi, int64_t step, int64_t pairs,
+                        Ahead<float>::Group ahead, F16* scores) {
   F16 even[R], odd[R];
   const float* q[R];
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
     even[r] = odd[r] = zero();
     q[r] = rows[r].q;
   }
   for (int64_t i = 0; i < pairs; ++i) {
-    Pairs k;
-    if constexpr (kTogether)
-      k = load_pairs(lo);
-    else
-      k = load_pairs(lo, hi);
+    const Pairs k = kTogether ? load_pairs(lo) : load_pairs(lo, hi);
     lo += step;
     hi += step;
-    ahead.template step<sizeof(T) / 2>();
+    ahead.step<2>();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       even[r] = fma(splat(q[r][2 * i]), k.first, even[r]);
       odd[r] = fma(splat(q[r][2 * i + 1]), k.second, odd[r]);
     }
   }
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) scores[r] = mul(add(even[r], odd[r]), splat(rows[r].factor));
 }
 
-template <int R, bool kTogether>
-inline void score_group(const Row* rows, const int8_t* lo, const int8_t* hi, int64_t step, int64_t pairs,
-                        Ahead<int8_t>::Group ahead, F16* scores) {
-  I16 even[R], odd[R];
-  const int16_t* q[R];
+// Sums of pairs of words: exact for integers, in the order of `dot_bf16` for bf16.
+inline I16 start(int16_t) { return zero_int(); }
+inline F16 start(uint16_t) { return zero(); }
+inline I16 dot(I16 sum, I16 a, I16 b) { return dot_words(sum, a, b); }
+inline F16 dot(F16 sum, I16 a, I16 b) { return dot_bf16(sum, a, b); }
+inline F16 as_float(I16 sum) { return to_float(sum); }
+inline F16 as_float(F16 sum) { return sum; }
+template <class T>
+using Sums = decltype(start(Operand<T>{}));
+
+template <int R, bool kTogether, class T>
+inline void score_group(const Row<T>* rows, const T* lo, const T* hi, int64_t step, int64_t pairs,
+                        typename Ahead<T>::Group ahead, F16* scores) {
+  Sums<T> even[R], odd[R];
+  const Operand<T>* q[R];
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
-    even[r] = odd[r] = zero_int();
-    q[r] = rows[r].words;
+    even[r] = odd[r] = start(Operand<T>{});
+    q[r] = rows[r].q;
   }
   for (int64_t i = 0; i < pairs; i += 2) {
-    I16 k, l;
-    if constexpr (kTogether)
-      k = load_words(lo), l = load_words(lo + step);
-    else
-      k = load_words(lo, hi), l = load_words(lo + step, hi + step);
+    const I16 k = kTogether ? load_words(lo) : load_words(lo, hi);
+    const I16 l = kTogether ? load_words(lo + step) : load_words(lo + step, hi + step);
     lo += 2 * step;
     hi += 2 * step;
-    ahead.step<1>();
+    ahead.template step<sizeof(T)>();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      even[r] = dot_words(even[r], splat_words(q[r] + 2 * i), k);
-      odd[r] = dot_words(odd[r], splat_words(q[r] + 2 * i + 2), l);
+      even[r] = dot(even[r], k, splat_words(q[r] + 2 * i));
+      odd[r] = dot(odd[r], l, splat_words(q[r] + 2 * i + 2));
     }
   }
-  for (int r = 0; r < R; ++r) scores[r] = mul(to_float(add(even[r], odd[r])), splat(rows[r].factor));
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) scores[r] = mul(as_float(add(even[r], odd[r])), splat(rows[r].factor));
 }
 
 // out = (old sums scaled by `keep`) + (sums of this split scaled by `take`); plainly the sums of this split for a row
@@ -223,125 +244,107 @@ inline F16 merged(bool started, F16 old, float keep, F16 sums, float take) {
   return started ? fma(old, splat(keep), mul(sums, splat(take))) : sums;
 }
 
-// What a row's weights become for the sums over V: floats as they are, or words and their step.
+// The weights of R rows, and what V is multiplied with: for words also their step.
 template <class T, int R>
 struct Weights {
   alignas(64) float of[R][kKvSplit];
+  alignas(64) Operand<T> words[R][kKvSplit];
+  float step[R];
 };
 template <int R>
-struct Weights<int8_t, R> {
+struct Weights<float, R> {
   alignas(64) float of[R][kKvSplit];
-  alignas(64) int16_t words[R][kKvSplit];
-  float step[R];
 };
 
 // The sums over V of D vectors and R rows, for one split.
-template <int R, int D, class T>
-inline void add_values(const Head<T>& head, Row* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
-                       const Weights<T, R>& weights, const float* keep, const float* take) {
-  constexpr bool kInPairs = sizeof(T) == 2 && D >= 2;  // then vectors 2i and 2i + 1 are even and odd columns of 32
+template <int R, int D>
+inline void add_values(const Head<float>& head, Row<float>* rows, int64_t split, int64_t begin, int64_t end,
+                       int64_t column, const Weights<float, R>& weights, const float* keep, const float* take) {
   F16 sums[R][D];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int d = 0; d < D; ++d) sums[r][d] = zero();
-  const auto load_row = [&](int64_t j, F16(&v)[D]) {
-    const T* p = head.v(j) + column;
-    if constexpr (kInPairs) {
-#pragma GCC unroll 2
-      for (int d = 0; d < D; d += 2) {
-        const Pairs both = load_pairs(p + d * kLanes);
-        v[d] = both.first;
-        v[d + 1] = both.second;
-      }
-    } else {
-#pragma GCC unroll 4
-      for (int d = 0; d < D; ++d) v[d] = load_values(p + d * kLanes);
-    }
-  };
   // All rows see the middle; at the edges each sees a part. Rows are in ascending order of begin and end.
   int64_t middle_begin = larger(begin, rows[R - 1].begin);
   int64_t middle_end = smaller(end, rows[0].end);
   if (middle_begin >= middle_end) middle_begin = middle_end = end;
-  const auto edge = [&](int64_t from, int64_t to) {
-    for (int64_t j = from; j < to; ++j) {
-      F16 v[D];
-      load_row(j, v);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        if (j < rows[r].begin || j >= rows[r].end) continue;
-        const F16 w = splat(weights.of[r][j - split]);
-#pragma GCC unroll 4
-        for (int d = 0; d < D; ++d) sums[r][d] = fma(w, v[d], sums[r][d]);
-      }
-    }
-  };
-  edge(begin, middle_begin);
-  for (int64_t j = middle_begin; j < middle_end; ++j) {
-    F16 v[D];
-    load_row(j, v);
+  const auto add_position = [&](int64_t j, bool at_edge) {
+    const float* v = head.v(j) + column;
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
+      if (at_edge && (j < rows[r].begin || j >= rows[r].end)) continue;
       const F16 w = splat(weights.of[r][j - split]);
 #pragma GCC unroll 4
-      for (int d = 0; d < D; ++d) sums[r][d] = fma(w, v[d], sums[r][d]);
+      for (int d = 0; d < D; ++d) sums[r][d] = fma(w, load(v + d * kLanes), sums[r][d]);
     }
-  }
-  edge(middle_end, end);
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-    float* out = rows[r].out + column;
-    if constexpr (kInPairs) {
-#pragma GCC unroll 2
-      for (int d = 0; d < D; d += 2) {
-        const Pairs old = rows[r].started ? load_pairs(out + d * kLanes) : Pairs{zero(), zero()};
-        store_pairs(out + d * kLanes, {merged(rows[r].started, old.first, keep[r], sums[r][d], take[r]),
-                                       merged(rows[r].started, old.second, keep[r], sums[r][d + 1], take[r])});
-      }
-    } else {
-#pragma GCC unroll 4
-      for (int d = 0; d < D; ++d) {
-        const F16 old = rows[r].started ? load(out + d * kLanes) : zero();
-        store(out + d * kLanes, merged(rows[r].started, old, keep[r], sums[r][d], take[r]));
-      }
-    }
-  }
-}
-
-template <int R, int D>
-inline void add_values(const Head<int8_t>& head, Row* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
-                       const Weights<int8_t, R>& weights, const float* keep, const float* take) {
-  I16 sums[R][D];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int d = 0; d < D; ++d) sums[r][d] = zero_int();
-  for (int64_t j = begin & ~int64_t{1}; j < end; j += 2) {
-    const int8_t* p = head.v(j) + 2 * column;
-    I16 v[D];
-#pragma GCC unroll 4
-    for (int d = 0; d < D; ++d) v[d] = load_words(p + 2 * d * kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const I16 w = splat_words(weights.words[r] + (j - split));
-#pragma GCC unroll 4
-      for (int d = 0; d < D; ++d) sums[r][d] = dot_words(sums[r][d], w, v[d]);
-    }
-  }
+  };
+  for (int64_t j = begin; j < middle_begin; ++j) add_position(j, true);
+  for (int64_t j = middle_begin; j < middle_end; ++j) add_position(j, false);
+  for (int64_t j = middle_end; j < end; ++j) add_position(j, true);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
     float* out = rows[r].out + column;
 #pragma GCC unroll 4
     for (int d = 0; d < D; ++d) {
       const F16 old = rows[r].started ? load(out + d * kLanes) : zero();
-      const F16 sum = mul(to_float(sums[r][d]), splat(weights.step[r]));
+      store(out + d * kLanes, merged(rows[r].started, old, keep[r], sums[r][d], take[r]));
+    }
+  }
+}
+
+// The same over pairs of positions. What a row does not see of a pair counts as zero.
+template <int R, int D, class T>
+inline void add_values(const Head<T>& head, Row<T>* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
+                       const Weights<T, R>& weights, const float* keep, const float* take) {
+  Sums<T> sums[R][D];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int d = 0; d < D; ++d) sums[r][d] = start(Operand<T>{});
+  // As above, in whole pairs.
+  int64_t middle_begin = (larger(begin, rows[R - 1].begin) + 1) & ~int64_t{1};
+  int64_t middle_end = smaller(end, rows[0].end) & ~int64_t{1};
+  if (middle_begin >= middle_end) middle_begin = middle_end = end;
+  const auto add_pair = [&](int64_t j, bool at_edge) {
+    const T* p = head.v(j) + 2 * column;
+    I16 v[D];
+#pragma GCC unroll 4
+    for (int d = 0; d < D; ++d) v[d] = load_words(p + 2 * d * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const I16 w = splat_words(weights.words[r] + (j - split));
+      if (at_edge) {
+        const uint32_t first = j >= rows[r].begin && j < rows[r].end ? 0xffffu : 0;
+        const uint32_t second = j + 1 >= rows[r].begin && j + 1 < rows[r].end ? 0xffff0000u : 0;
+        if (first + second == 0) continue;
+        const I16 seen = splat_int(static_cast<int32_t>(first | second));
+#pragma GCC unroll 4
+        for (int d = 0; d < D; ++d) sums[r][d] = dot(sums[r][d], and_bits(v[d], seen), w);
+      } else {
+#pragma GCC unroll 4
+        for (int d = 0; d < D; ++d) sums[r][d] = dot(sums[r][d], v[d], w);
+      }
+    }
+  };
+  for (int64_t j = begin & ~int64_t{1}; j < middle_begin && j < end; j += 2) add_pair(j, true);
+  for (int64_t j = middle_begin; j < middle_end; j += 2) add_pair(j, false);
+  for (int64_t j = middle_end; j < end; j += 2) add_pair(j, true);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    float* out = rows[r].out + column;
+#pragma GCC unroll 4
+    for (int d = 0; d < D; ++d) {
+      const F16 old = rows[r].started ? load(out + d * kLanes) : zero();
+      F16 sum = as_float(sums[r][d]);
+      if constexpr (sizeof(T) == 1) sum = mul(sum, splat(weights.step[r]));
       store(out + d * kLanes, merged(rows[r].started, old, keep[r], sum, take[r]));
     }
   }
 }
 
 template <int R, class T, int D = kTileVectors>
-inline void add_columns(const Head<T>& head, Row* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
+inline void add_columns(const Head<T>& head, Row<T>* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
                         const Weights<T, R>& weights, const float* keep, const float* take) {
   for (; column + D * kLanes <= head.head_dim; column += D * kLanes)
     add_values<R, D>(head, rows, split, begin, end, column, weights, keep, take);
@@ -390,7 +393,7 @@ inline void weigh_scales(const Head<int8_t>& head, Weights<int8_t, R>& weights, 
 
 // One split of R rows, each of which sees some of its positions.
 template <int R, class T>
-inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead<T>& ahead) {
+inline void attend_split(const Head<T>& head, Row<T>* rows, int64_t split, Ahead<T>& ahead) {
   const int64_t begin = larger(split, rows[0].begin);
   const int64_t end = smaller(split + kKvSplit, rows[R - 1].end);
   const int64_t first_group = begin / kLanes, last_group = (end - 1) / kLanes;
@@ -441,6 +444,9 @@ inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead<T>
     }
     split_sum[r] = reduce_add(sum_lanes);
     if constexpr (sizeof(T) == 1) weigh_scales(head, weights, r, split, first_group, last_group, has_lo, has_hi);
+    if constexpr (sizeof(T) == 2)
+      for (int64_t at = first_group * kLanes - split; at <= last_group * kLanes - split; at += kLanes)
+        store_bf16(weights.words[r] + at, load(weights.of[r] + at));
   }
   const Factors factors = merge_factors(load(old_max), load(split_max));
   float keep[kLanes], take[kLanes], merged_max[kLanes];
@@ -456,7 +462,7 @@ inline void attend_split(const Head<T>& head, Row* rows, int64_t split, Ahead<T>
 }
 
 template <int R, class T>
-inline void attend_up_to(int64_t count, const Head<T>& head, Row* rows, int64_t split, Ahead<T>& ahead) {
+inline void attend_up_to(int64_t count, const Head<T>& head, Row<T>* rows, int64_t split, Ahead<T>& ahead) {
   if constexpr (R > 1) {
     if (count < R) return attend_up_to<R - 1>(count, head, rows, split, ahead);
   }
@@ -465,7 +471,7 @@ inline void attend_up_to(int64_t count, const Head<T>& head, Row* rows, int64_t 
 
 // The split of the rows that see some of it.
 template <class T>
-inline void attend_rows(const Head<T>& head, Row* rows, int64_t count, int64_t split, Ahead<T>& ahead) {
+inline void attend_rows(const Head<T>& head, Row<T>* rows, int64_t count, int64_t split, Ahead<T>& ahead) {
   int64_t first = 0, last = count;
   while (first < last && rows[first].end <= split) ++first;
   while (first < last && rows[last - 1].begin >= split + kKvSplit) --last;
@@ -496,8 +502,8 @@ inline void attend_head(const AttendArgs& a) {
   const int64_t heads_per_kv = a.num_heads / a.cache.num_kv_heads;
   const int64_t total = (a.token_end - a.token_begin) * heads_per_kv;
   for (int64_t first = 0; first < total; first += kMostRows) {
-    Row rows[kMostRows];
-    alignas(64) int16_t words[sizeof(T) == 1 ? kMostRows * kMostHeadDim : 1];
+    Row<T> rows[kMostRows];
+    alignas(64) Operand<T> words[sizeof(T) == 4 ? 1 : kMostRows * kMostHeadDim];
     const int64_t count = smaller(kMostRows, total - first);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t token = a.token_begin + (first + i) / heads_per_kv;
@@ -506,12 +512,19 @@ inline void attend_head(const AttendArgs& a) {
       const int64_t position = a.positions[token];
       const int64_t begin = a.window > 0 ? larger(0, position - a.window + 1) : 0;
       float* out = a.partials == nullptr ? a.out + at : a.partials + (first + i) * attend_partial_size(head.head_dim);
-      rows[i] = {a.q + at, words, a.scale, out, begin, position + 1, 0.0f, 0.0f, false};
-      if constexpr (sizeof(T) == 1) {
-        int16_t* to = words + i * head.head_dim;
-        rows[i].words = to;
-        rows[i].factor = a.scale * to_words(rows[i].q, head.head_dim, to);
+      const Operand<T>* q;
+      float factor = a.scale;
+      if constexpr (sizeof(T) == 4) {
+        q = a.q + at;
+      } else {
+        Operand<T>* to = words + i * head.head_dim;
+        if constexpr (sizeof(T) == 1)
+          factor *= to_words(a.q + at, head.head_dim, to);
+        else
+          for (int64_t d = 0; d < head.head_dim; ++d) to[d] = float_to_bf16(a.q[at + d]);
+        q = to;
       }
+      rows[i] = {q, factor, out, begin, position + 1, 0.0f, 0.0f, false};
     }
     if (a.partials != nullptr) {
       const int64_t begin = larger(a.split, rows[0].begin);
@@ -548,8 +561,9 @@ inline void write_token(const KvCache& cache, const float* k, const float* v, in
       set_element(pair, k[d]);
       set_element(pair + 1, k[d + 1]);
     }
-    T* row = out + half + static_cast<int64_t>(offset) * cache.head_dim;
-    for (int32_t d = 0; d < cache.head_dim; ++d) set_element(row + d, v[d]);
+    constexpr int32_t kTogether = sizeof(T) == 2 ? 2 : 1;  // positions of V that lie in pairs
+    T* row = out + half + static_cast<int64_t>(offset / kTogether) * kTogether * cache.head_dim + offset % kTogether;
+    for (int32_t d = 0; d < cache.head_dim; ++d) set_element(row + kTogether * d, v[d]);
     k += cache.head_dim;
     v += cache.head_dim;
     out += 2 * half;

@@ -60,9 +60,11 @@ struct LinearArgs {
 enum class KvFormat : int32_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
 
 // One KV head's block of `block_size` tokens: K, then V, contiguous.
-//   kF32, kBF16  K [head_dim / 2][block_size][2], so that 16 tokens lie in lanes; V [block_size][head_dim]
-//   kI8          K as above; V [block_size / 2][head_dim][2], so that pairs of tokens lie together; then the scales
-//                of K and those of V, float [2][block_size]: a value is its token's scale times a level in -127..127
+//   kF32   K [head_dim / 2][block_size][2], so that 16 tokens lie in lanes; V [block_size][head_dim]
+//   kBF16  K as above; V [block_size / 2][head_dim][2], so that pairs of tokens lie together
+//   kI8    both as kBF16; then the scales of K and those of V, float [2][block_size]: a value is its token's scale
+//   times
+//          a level in -127..127
 struct KvCache {
   KvFormat format;
   int32_t block_size;

@@ -177,8 +177,9 @@ void check_shape(const Shape& s) {
   const std::vector<float> v = random_values(rng, s.length * kv_stride);
   for (const KvFormat format : {KvFormat::kF32, KvFormat::kBF16, KvFormat::kI8}) {
     const std::vector<float> cached_k = rounded(format, k, s.head_dim), cached_v = rounded(format, v, s.head_dim);
-    // 8-bit K and V are multiplied with queries and weights of 16 bits.
-    const double tolerance = format == KvFormat::kI8 ? 2e-4 : 2e-6;
+    // With bf16 the weights are rounded to bf16; with 8 bits, queries and weights are rounded to 16-bit integers.
+    const double tolerance = format == KvFormat::kF32 ? 2e-6 : format == KvFormat::kBF16 ? 4e-3 : 2e-4;
+    const std::vector<float> read_q = format == KvFormat::kBF16 ? rounded(format, q, s.head_dim) : q;
     std::vector<float> first_result;
     for (const std::string& isa : available_isas()) {
       const Kernels& kernels = kernels_for(isa);
@@ -189,7 +190,7 @@ void check_shape(const Shape& s) {
         if (first_result.empty()) {
           first_result = all;
           for (int p = 0; p < s.length; p += 1 + s.length / 7) {
-            const std::vector<double> expected = reference(s, q, cached_k, cached_v, p);
+            const std::vector<double> expected = reference(s, read_q, cached_k, cached_v, p);
             for (size_t i = 0; i < q_stride; ++i)
               CHECK_MSG(std::abs(all[p * q_stride + i] - expected[i]) < tolerance * (1 + std::abs(expected[i])), where);
           }

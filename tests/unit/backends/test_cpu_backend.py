@@ -130,9 +130,9 @@ def test_work_is_counted() -> None:
 
 
 def test_dtypes() -> None:
-    assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-1-kv-bfloat16"
+    assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-2-kv-bfloat16"
     assert load("auto").bytes_per_kv_value == 2
-    assert load("float32").arithmetic == "cpu-1-kv-float32"
+    assert load("float32").arithmetic == "cpu-2-kv-float32"
     assert load("float32").bytes_per_kv_value == 4
     assert load("float32", Format.F32).weight_bytes > 1.9 * load("auto", Format.F32).weight_bytes
     assert load("float32", Format.Q8_0).weight_bytes == load("auto", Format.Q8_0).weight_bytes
@@ -152,7 +152,7 @@ def test_dtypes() -> None:
 )
 def test_kv_cache_formats(dtype: DType, kv_dtype: KVDType, held: str, bytes_of_a_head: int) -> None:
     model = CpuBackend(threads=1).load(forward, tensors(Format.Q8_0), dtype=dtype, kv_dtype=kv_dtype)
-    assert model.arithmetic == f"cpu-1-kv-{held}"
+    assert model.arithmetic == f"cpu-2-kv-{held}"
     assert 32 * model.bytes_per_kv_value + model.bytes_per_kv_scale == bytes_of_a_head
     cache = _native.KvStore(held, 16, [([0, 1], 4096, 2, 32, 0)])
     assert cache.reserved_bytes == 2 * 4096 * 2 * 16 * 2 * bytes_of_a_head

@@ -32,7 +32,7 @@ from octavo.errors import ConfigError, UnsupportedModelError
 from octavo.obs.machine import cpu_count
 from octavo.quant import RawTensor, dequantize
 
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 """Part of the name of everything that was computed: raised when any bit of a result may change."""
 
 _MOST_THREADS = 1024
