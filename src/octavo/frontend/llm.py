@@ -1,7 +1,7 @@
 """`LLM`: the model in this program, without a server. vLLM's names, results in input order.
 
 Runs the same engine loop as the server, in a thread or a child process; the calling thread turns tokens into text and
-blocks until all is done. No event loop is needed. One thread at a time may use an `LLM`.
+blocks until all is done. No event loop is needed. Calls from several threads run one after the other.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import math
 import queue
 import random
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -64,6 +65,7 @@ class LLM:
         self._streams = StreamTable()
         self._num_outputs = 0
         self._dead = ""
+        self._running = threading.Lock()
         hooks = Hooks(on_output=self._incoming.put, on_death=self._incoming.put)
         self._link, self._model = open_engine(config, hooks)
         self._builder = RequestBuilder(self._model)
@@ -134,9 +136,10 @@ class LLM:
         return True
 
     def close(self) -> None:
-        """Ends the engine and frees its memory. Idempotent."""
+        """Ends the engine and frees its memory; a call that another thread has running ends with EngineDeadError. Idempotent."""
         self._dead = self._dead or "it was closed"
         self._finalizer()
+        self._incoming.put(self._dead)
 
     def __enter__(self) -> LLM:
         return self
@@ -190,7 +193,11 @@ class LLM:
 
     def _run(self, prepared: Sequence[Prepared], use_tqdm: bool) -> list[RequestOutput]:
         """Runs requests to their end. Whatever interrupts it, Ctrl-C included, cancels them."""
-        self._check_alive()
+        with self._running:
+            self._check_alive()
+            return self._run_alone(prepared, use_tqdm)
+
+    def _run_alone(self, prepared: Sequence[Prepared], use_tqdm: bool) -> list[RequestOutput]:
         batch = _Batch(prepared, show=use_tqdm)
         try:
             for one, answer in zip(prepared, batch.answers, strict=True):
@@ -336,7 +343,12 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     return len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
 
 
-def _is_one_conversation(messages: Conversation | Sequence[Conversation]) -> bool:
+def _is_one_conversation(messages: Any) -> bool:
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(
+            f"messages must be a conversation (a list of messages) or a list of them, not {type(messages).__name__}",
+            param="messages",
+        )
     return len(messages) > 0 and isinstance(messages[0], Mapping)
 
 

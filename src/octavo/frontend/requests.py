@@ -180,8 +180,10 @@ class RequestBuilder:
             raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
         if not -MAX_PRIORITY <= priority < MAX_PRIORITY:
             raise InvalidRequestError("priority must be a 32-bit integer", param="priority")
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARACTERS:
-            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters", param="cache_salt")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and 1 <= len(cache_salt) <= MAX_SALT_CHARACTERS):
+            raise InvalidRequestError(
+                f"cache_salt must be a text of 1 to {MAX_SALT_CHARACTERS} characters", param="cache_salt"
+            )
         namespace = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
         sampling = self._sampling(params, len(token_ids))
         parent = uuid.uuid4().hex
