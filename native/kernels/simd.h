@@ -39,10 +39,6 @@ inline F16 splat(float x) { return {_mm512_set1_ps(x)}; }
 inline F16 zero() { return {_mm512_setzero_ps()}; }
 inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
-inline F16 load_bf16(const uint16_t* p) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
-}
 inline F16 load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -95,11 +91,6 @@ inline void store(float* p, F16 a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
 }
-inline __m256 widen_bf16(const uint16_t* p) {
-  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-inline F16 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
 inline F16 load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
@@ -174,11 +165,6 @@ inline F16 load(const float* p) {
   return r;
 }
 inline void store(float* p, F16 a) { memcpy(p, a.v, sizeof a.v); }
-inline F16 load_bf16(const uint16_t* p) {
-  F16 r;
-  for (int i = 0; i < kLanes; ++i) r.v[i] = bf16_to_float(p[i]);
-  return r;
-}
 inline F16 load_f16(const uint16_t* p) {
   F16 r;
   for (int i = 0; i < kLanes; ++i) r.v[i] = f16_to_float(p[i]);
