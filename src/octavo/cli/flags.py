@@ -230,7 +230,7 @@ def _check(field: _Field, source: str, value: Any) -> None:
     if low is not None and value is not None and not low <= value <= (math.inf if high is None else high):
         bounds = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
         raise ConfigError(f"{source} is {value}; it must be {bounds}", param=field.name)
-    if value == "" or (isinstance(value, tuple) and "" in value):
+    if value in ("", ()) or (isinstance(value, tuple) and "" in value):
         raise ConfigError(f"{source} is empty", param=field.name)
 
 

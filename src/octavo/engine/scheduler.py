@@ -57,6 +57,10 @@ DEFAULT_TOKEN_BUDGET = 512
 """Tokens per step: enough rows for efficient matrix products, few enough that a decode beside a prefill stays fluent."""
 
 
+MAX_NUM_SEQS = 65_536
+"""Every slot costs memory from the start."""
+
+
 class Scheduler:
     """Owns all requests and block tables. Not thread-safe: one thread calls it.
 
@@ -483,8 +487,10 @@ def token_budget(config: SchedulerConfig, max_model_len: int) -> int:
     budget = config.max_num_batched_tokens
     if budget is None:
         budget = max(DEFAULT_TOKEN_BUDGET, config.max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
-    if config.max_num_seqs < 1:
-        raise ConfigError(f"--max-num-seqs is {config.max_num_seqs}; it must be at least 1", param="max_num_seqs")
+    if not 1 <= config.max_num_seqs <= MAX_NUM_SEQS:
+        raise ConfigError(
+            f"--max-num-seqs is {config.max_num_seqs}; it must be 1 to {MAX_NUM_SEQS}", param="max_num_seqs"
+        )
     if budget < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens ({budget}) is below --max-num-seqs ({config.max_num_seqs}), so a step could not serve all running "

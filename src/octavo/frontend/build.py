@@ -80,6 +80,8 @@ def open_engine(config: Config, hooks: Hooks, progress: Progress | None = None) 
     """
     from octavo.loaders.checkpoint import open_checkpoint
 
+    if config.model.max_logprobs < -1:
+        raise ConfigError("--max-logprobs must be 0 or more, or -1 for no bound", param="max_logprobs")
     checkpoint = open_checkpoint(config.model.model, revision=config.model.revision, check_config=_check_family)
     with ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer") as pool:
         loading = pool.submit(load_front, checkpoint, config)
@@ -268,10 +270,8 @@ def load_back(checkpoint: Checkpoint, config: Config, progress: Progress | None 
 
 def served_model(config: Config, front: Front, facts: EngineFacts) -> ServedModel:
     """What both halves know, as clients see it."""
-    if config.model.max_logprobs < -1:
-        raise ConfigError("--max-logprobs must be 0 or more, or -1 for no bound", param="max_logprobs")
     return ServedModel(
-        names=config.model.served_model_name or (front.name,),
+        names=tuple(dict.fromkeys(config.model.served_model_name)) or (front.name,),
         tokenizer=front.tokenizer,
         chat_template=front.chat_template,
         chat_template_error=front.chat_template_error,

@@ -66,6 +66,9 @@ def test_environment_and_dot_env(empty_folder: Path) -> None:
     assert found.server.host == "dot"
     assert config("--port", "83", OCTAVO_PORT="82").server.port == 83
     assert config(VLLM_API_KEY="old").server.api_key == ("old",)
+    for nothing in ("", " ", ",", " , "):  # not an open server: whoever sets the variable wants a key
+        with pytest.raises(ConfigError, match="OCTAVO_API_KEY is empty"):
+            config(OCTAVO_API_KEY=nothing)
 
 
 @pytest.mark.parametrize(

@@ -529,8 +529,9 @@ def test_contradicting_settings_are_refused_by_name() -> None:
         token_budget(SchedulerConfig(max_num_batched_tokens=100, enable_chunked_prefill=False), 101)
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens .*--max-num-seqs"):
         token_budget(SchedulerConfig(max_num_batched_tokens=3, max_num_seqs=4), 100)
-    with pytest.raises(ConfigError, match="--max-num-seqs"):
-        token_budget(SchedulerConfig(max_num_seqs=0), 100)
+    for wrong in (-1, 0, 10**9):
+        with pytest.raises(ConfigError, match="--max-num-seqs"):
+            token_budget(SchedulerConfig(max_num_seqs=wrong), 100)
 
 
 def test_the_default_budget_suits_the_settings_beside_it() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from octavo.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from octavo.contracts import KVGroup
 from octavo.errors import ConfigError
-from octavo.frontend.build import Budget, budget_memory, parse_bytes, resolve_scheduler
+from octavo.frontend.build import Budget, budget_memory, open_engine, parse_bytes, resolve_scheduler
+from octavo.frontend.link import Hooks
 
 MIB = 1 << 20
 BYTES_PER_TOKEN = 1024
@@ -114,3 +115,10 @@ def test_batched_tokens_default() -> None:
     assert resolved(max_num_batched_tokens=64) == 64
     with pytest.raises(ConfigError):
         resolved(max_num_batched_tokens=0)
+
+
+def test_a_wrong_bound_of_logprobs_is_refused_before_anything_is_loaded() -> None:
+    hooks = Hooks(on_output=lambda output: None, on_death=lambda reason: None)
+    config = Config(model=ModelConfig(model="no-such-model", max_logprobs=-2))
+    with pytest.raises(ConfigError, match="--max-logprobs"):
+        open_engine(config, hooks)
