@@ -34,7 +34,7 @@ bench: ## kernels and offline throughput into benchmarks/results, then the repor
 native-test: ## C++ tests under ASan + UBSan, and the threads under TSan
 	$(NATIVE_TESTS) -B build/asan -DOCTAVO_SANITIZE=address,undefined
 	cmake --build build/asan
-	ctest --test-dir build/asan --output-on-failure
+	ctest --test-dir build/asan --output-on-failure -j 2
 	$(NATIVE_TESTS) -B build/tsan -DOCTAVO_SANITIZE=thread
 	cmake --build build/tsan --target pool_test program_test
 	ctest --test-dir build/tsan --output-on-failure -R 'pool_test|program_test'
