@@ -31,6 +31,8 @@ from support.live import Live, live  # noqa: E402 - the tests' server harness, m
 
 CLIENTS = 12
 GROWTH_LIMIT_BYTES = 24 * 2**20
+WORKER_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""asyncio's pool, which long bodies use, starts its threads one by one when they are first needed; a leak goes beyond it."""
 WORDS = "time year people way day man thing woman life child world school state family student group country problem".split()
 
 
@@ -129,7 +131,7 @@ def soak(minutes: float, seed: int, flags: list[str]) -> dict[str, Any]:
         first, last = observations[0], observations[-1]
         if totals["failed"]:
             faults.append(f"{totals['failed']} answers were neither 200, 400 nor 429")
-        if last["threads"] > max(first["threads"], observations[1]["threads"]):
+        if last["threads"] > first["threads"] + WORKER_THREADS:
             faults.append(f"threads grew from {first['threads']} to {last['threads']}")
         if last["file_descriptors"] > first["file_descriptors"] + 4:
             faults.append(f"file descriptors grew from {first['file_descriptors']} to {last['file_descriptors']}")
