@@ -549,7 +549,7 @@ void Program::check(const Batch& batch) const {
   const std::int32_t block_size = cache_->block_size();
   for (std::size_t r = 0; r + 1 < batch.row_starts.size(); ++r) {
     const std::int32_t begin = batch.row_starts[r], end = batch.row_starts[r + 1];
-    require(begin < end, "row " + number(static_cast<std::int64_t>(r)) + " has no tokens");
+    require(begin < end && end <= tokens, "row_starts must ascend to the number of tokens");
     require(batch.positions[begin] >= 0, "positions cannot be negative");
     require(batch.positions[begin] <= INT32_MAX / 2, "position " + number(batch.positions[begin]) + " is too large");
     for (std::int32_t t = begin + 1; t < end; ++t)

@@ -313,6 +313,7 @@ void wrong_batches_are_refused() {
   CHECK(refused({1}, {0}, {0, 2}, {0}, {0}));
   CHECK(refused({1}, {0}, {1, 1}, {0}, {0}));
   CHECK(refused({1, 2}, {0, 1}, {0, 0, 2}, {0}, {0, 1}));
+  CHECK(refused({1, 2}, {0, 1}, {0, 9, 2}, {0}, {0, 1}));  // a row beyond the tokens must not even be read
   CHECK(refused({kVocab}, {0}, {0, 1}, {0}, {0}));
   CHECK(refused({-1}, {0}, {0, 1}, {0}, {0}));
   CHECK(refused({1}, {-1}, {0, 1}, {0}, {0}));
