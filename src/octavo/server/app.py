@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +12,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.config import Config
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, NotReadyError
 from octavo.frontend.engine import AsyncEngine
 from octavo.obs.events import EventLog, HttpRequestDone, RequestRefused
 from octavo.obs.metrics import Metrics
@@ -96,6 +97,10 @@ class App:
             await response(scope, receive, watched_send)
         except ClientDisconnect:
             status = 499
+        except asyncio.CancelledError:  # uvicorn gives up what is left when the server stops, and wants nothing of it
+            if not started:
+                response = error_response(NotReadyError("the server is shutting down: send the request elsewhere"))
+                await response(scope, receive, watched_send)
         except Exception as error:
             if started:
                 raise

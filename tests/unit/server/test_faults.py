@@ -195,3 +195,22 @@ def test_a_failed_row_is_an_error_of_the_server() -> None:
             assert sample(metrics, "vllm:request_success_total", finished_reason="error") == 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_stopping_server_gives_up_is_told(stream: bool) -> None:
+    async def main() -> None:
+        async with application(spell("abc") * 1000, itl_s=0.01) as (app, metrics):
+            call = Call(app, TEXT, {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": stream})
+            running = asyncio.create_task(call.run())
+            await until(lambda: sample(metrics, "vllm:num_requests_running") == 1)
+            if stream:
+                await call.answered.wait()
+            running.cancel()
+            async with asyncio.timeout(5):
+                await running
+            assert call.status == (200 if stream else 503)
+            assert stream or json.loads(call.parts[-1])["error"]["code"] == "not_ready"
+            await until(lambda: sample(metrics, "vllm:num_requests_running") == 0)
+
+    asyncio.run(main())
