@@ -30,7 +30,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.live import Live, live  # noqa: E402 - the tests' server harness, made importable above
 
 CLIENTS = 12
-LAZY_THREADS = min(32, (os.cpu_count() or 1) + 4)  # asyncio starts the workers of its thread pool when it needs them
 GROWTH_LIMIT_BYTES = 24 * 2**20
 WORKER_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """asyncio's pool, which long bodies use, starts its threads one by one when they are first needed; a leak goes beyond it."""
