@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 CPP := $(wildcard native/*/*.cpp native/*/*.h tests/native/*.cpp tests/native/*.h)
 NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
 
-.PHONY: setup format check test bench native-test soak soak-short clean
+.PHONY: setup format check docs test bench native-test soak soak-short clean
 
 setup: ## virtual environment with octavo (editable) and all tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -16,12 +16,16 @@ format: ## rewrite sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
 
-check: ## format, lint, types and the import rule, without changing anything
+check: ## format, lint, types, the import rule and generated pages, without changing anything
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/reference.py --check
+
+docs: ## generated pages of docs/reference
+	$(BIN)/python scripts/reference.py
 
 test: ## all Python tests
 	$(BIN)/pytest

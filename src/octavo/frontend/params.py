@@ -14,15 +14,16 @@ from typing import Any
 import msgspec
 
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
-
-MAX_CHOICES = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024
-MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_TOKENS = 2**31 - 1
-MAX_TEMPERATURE = 100.0
+from octavo.limits import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MAX_TOKENS,
+)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):

@@ -19,10 +19,8 @@ from octavo.contracts import GenerateRequest, RequestId, TokenSampling
 from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo.frontend.model import ServedModel
 from octavo.frontend.params import SamplingParams
+from octavo.limits import MAX_PRIORITY, MAX_SALT_CHARACTERS
 from octavo.text.template import ChatPrompt, encode_chat
-
-MAX_SALT_CHARACTERS = 1024
-MAX_PRIORITY = 2**31
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from octavo.contracts import FinishReason
 from octavo.errors import InvalidRequestError
 from octavo.frontend.outputs import Delta, LogprobEntry
 from octavo.frontend.requests import Prepared
+from octavo.limits import MAX_PROMPTS
 from octavo.server.auth import tenant_of
 from octavo.server.context import Context, client_request_id
 from octavo.server.generation import (
@@ -30,8 +31,6 @@ from octavo.server.generation import (
     whole,
 )
 from octavo.server.protocol import CompletionRequest, TextChoice, TextCompletion, TextLogprobs
-
-MAX_PROMPTS = 256
 
 
 async def completions(context: Context, request: Request) -> ASGIApp:

@@ -16,12 +16,11 @@ from octavo.frontend.engine import AsyncEngine, EngineState, RequestHandle
 from octavo.frontend.model import ServedModel
 from octavo.frontend.outputs import Delta
 from octavo.frontend.requests import Prepared
+from octavo.limits import BODY_TIMEOUT_S, MAX_REQUEST_ID_CHARACTERS
 from octavo.obs.events import EventLog, RequestReceived
 from octavo.server.protocol import decode
 
-BODY_TIMEOUT_S = 60.0
 _INLINE_BYTES = 16 * 1024  # bodies up to this size are tokenized on the event loop: a hop to a thread would cost more
-_ID_LIMIT = 128
 
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -168,8 +167,8 @@ def client_request_id(request: Request, from_body: str | None) -> str | None:
     given = from_body if from_body is not None else request.headers.get("x-request-id")
     if given is None:
         return None
-    if not (0 < len(given) <= _ID_LIMIT and given.isascii() and given.isprintable()):
+    if not (0 < len(given) <= MAX_REQUEST_ID_CHARACTERS and given.isascii() and given.isprintable()):
         raise InvalidRequestError(
-            f"the request id must be 1 to {_ID_LIMIT} printable ASCII characters", param="request_id"
+            f"the request id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters", param="request_id"
         )
     return given

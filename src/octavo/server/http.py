@@ -13,9 +13,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from octavo.errors import InvalidRequestError
+from octavo.limits import HEAD_TIMEOUT_S, MAX_HEADERS, UNREAD_TIMEOUT_S
 from octavo.server.errors import error_body
 
-MAX_HEADERS = 128
 _UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
 
 
@@ -27,13 +27,12 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. `max_header_bytes` is set by `bounded_protocol`; the other bounds are the same for every server."""
 
     max_header_bytes: int = 32 * 1024
-    head_timeout_s = 20.0
+    head_timeout_s = HEAD_TIMEOUT_S
     max_discarded_bytes = 16 * 1024 * 1024
     """Read and dropped of a body that comes after its answer, so that the client can read that answer and use the connection again."""
     discard_timeout_s = 10.0
-    unread_timeout_s = 300.0
-    """A client that takes not one byte of its waiting answer for so long is gone or hostile. Long, because a receiver with a large window
-    tells of its reading only now and then."""
+    unread_timeout_s = UNREAD_TIMEOUT_S
+    """A client that takes not one byte of its waiting answer for so long is gone or hostile."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
 from octavo.frontend.params import SamplingParams
+from octavo.limits import MAX_JSON_DEPTH, MAX_JSON_PARTS, is_deeper
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,7 +168,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-MAX_PARTS = 100_000
 _TEXT = re.compile(rb'"[^"]*+"?')
 
 
@@ -179,13 +179,17 @@ def decode(body: bytes, kind: type[R]) -> R:
     objects of them would hold up everybody else.
     """
     if _has_too_many_parts(body):
-        raise RequestTooLargeError(f"the body has more than {MAX_PARTS} lists, objects and members of objects in all")
+        raise RequestTooLargeError(
+            f"the body has more than {MAX_JSON_PARTS} lists, objects and members of objects in all"
+        )
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise InvalidRequestError(f"the body is a JSON {type(raw).__name__}; expected an object")
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and is_deeper(raw, MAX_JSON_DEPTH):
+        raise InvalidRequestError(f"the body is nested more than {MAX_JSON_DEPTH} levels deep")
     known = kind.__struct_fields__
     for name in [name for name in raw if name not in known]:
         if name in _NOT_BUILT:
@@ -204,10 +208,10 @@ def decode(body: bytes, kind: type[R]) -> R:
 
 def _has_too_many_parts(body: bytes) -> bool:
     """Counts without building anything. Texts may be full of brackets, so they are left out where that decides it."""
-    if _num_parts(body) <= MAX_PARTS:
+    if _num_parts(body) <= MAX_JSON_PARTS:
         return False
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return unescaped.count(b'"') > 2 * MAX_PARTS or _num_parts(_TEXT.sub(b"", unescaped)) > MAX_PARTS
+    return unescaped.count(b'"') > 2 * MAX_JSON_PARTS or _num_parts(_TEXT.sub(b"", unescaped)) > MAX_JSON_PARTS
 
 
 def _num_parts(body: bytes) -> int:

@@ -20,10 +20,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-RENDER_CPU_S = 1.0
-"""CPU time one rendering may take. Real ones take well under a millisecond per 100 messages."""
-MAX_CHARACTERS = 1 << 25
-"""Characters one rendering may put out, in loops and macros too, and the longest string an operation may build."""
+from octavo.limits import MAX_RENDERED_CHARACTERS, TEMPLATE_CPU_S
+
 MAX_PADDING = 9_999
 """Largest width that padding and formatting accept."""
 MAX_INTEGER_BITS = 4_096
@@ -49,16 +47,16 @@ class Budget:
     def __init__(self) -> None:
         self._characters = 0
         self._ticks = 0
-        self._end_s = time.thread_time() + RENDER_CPU_S
+        self._end_s = time.thread_time() + TEMPLATE_CPU_S
 
     def spend(self, characters: int) -> None:
         """Counts a step that puts out so many characters. Raises RenderLimitError beyond the bounds."""
         self._characters += characters
-        if self._characters > MAX_CHARACTERS:
-            raise RenderLimitError(f"the output exceeds {MAX_CHARACTERS} characters")
+        if self._characters > MAX_RENDERED_CHARACTERS:
+            raise RenderLimitError(f"the output exceeds {MAX_RENDERED_CHARACTERS} characters")
         self._ticks += 1
         if self._ticks % _TICKS_PER_LOOK == 0 and time.thread_time() > self._end_s:
-            raise RenderLimitError(f"rendering took more than {RENDER_CPU_S:g} s")
+            raise RenderLimitError(f"rendering took more than {TEMPLATE_CPU_S:g} s")
 
 
 class _Context(jinja2.runtime.Context):
@@ -252,8 +250,8 @@ def _length(value: Any) -> int:
 
 
 def _check_length(characters: int) -> None:
-    if characters > MAX_CHARACTERS:
-        raise RenderLimitError(f"a string exceeds {MAX_CHARACTERS} characters")
+    if characters > MAX_RENDERED_CHARACTERS:
+        raise RenderLimitError(f"a string exceeds {MAX_RENDERED_CHARACTERS} characters")
 
 
 def _check_joining(texts: Sequence[str], between: str) -> None:

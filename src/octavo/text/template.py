@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import InvalidRequestError, ModelFileError, UnsupportedFieldError
+from octavo.limits import MAX_NESTING, MAX_TEMPLATE_CHARACTERS, is_deeper
 from octavo.text.guard import any_string, map_strings, unmarked
 from octavo.text.tokenizer import Tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-MAX_NESTING = 64
-"""Deepest nesting of lists and objects in what a client passes to a template."""
-MAX_TEMPLATE_CHARACTERS = 1 << 20
 
 RESERVED_KWARGS = frozenset(
     {
@@ -210,7 +208,7 @@ def _normal_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
             f"{place}.role is {role!r:.40}, expected one of {', '.join(sorted(ROLES))}", param=f"{place}.role"
         )
     normal = {name: value for name, value in message.items() if value is not None}
-    if _is_too_deep(normal):
+    if is_deeper(normal, MAX_NESTING):
         raise InvalidRequestError(f"{place} is nested more than {MAX_NESTING} levels deep", param=place)
     normal["content"] = _text(message.get("content"), f"{place}.content", absent_is_empty=role == "assistant")
     if "tool_calls" in normal:
@@ -264,7 +262,7 @@ def _arguments(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict) and not _is_too_deep(value) else text
+    return value if isinstance(value, dict) and not is_deeper(value, MAX_NESTING) else text
 
 
 def _checked_variables(tools: Sequence[Mapping[str, Any]] | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -275,24 +273,10 @@ def _checked_variables(tools: Sequence[Mapping[str, Any]] | None, kwargs: Mappin
             )
     variables = {"documents": None, **(kwargs or {}), "tools": list(tools) if tools else None}
     for name, value in variables.items():
-        if _is_too_deep(value):
+        if is_deeper(value, MAX_NESTING):
             place = "tools" if name == "tools" else f"chat_template_kwargs.{name:.60}"
             raise InvalidRequestError(f"{place} is nested more than {MAX_NESTING} levels deep", param=place)
     return variables
-
-
-def _is_too_deep(value: Any) -> bool:
-    layer = [value]
-    for _ in range(MAX_NESTING):
-        layer = [
-            inner
-            for outer in layer
-            if isinstance(outer, (Mapping, list, tuple))
-            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
-        ]
-        if not layer:
-            return False
-    return True
 
 
 def _is_assistants_own(message: Mapping[str, Any], name: str) -> bool:

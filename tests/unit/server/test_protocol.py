@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequestError, RequestTooLargeError
-from octavo.server.protocol import MAX_PARTS, ChatCompletionRequest, CompletionRequest, decode
+from octavo.limits import MAX_JSON_DEPTH, MAX_JSON_PARTS
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, decode
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt":[' + b",".join([b"[5]"] * (MAX_PARTS + 1)) + b"]}",
-        b'{"prompt":' + b"[" * (MAX_PARTS + 1),
-        b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(MAX_PARTS + 1)) + b"}}",
-        b'{"prompt":"a \\" \\\\",' + b'"k":[],' * (MAX_PARTS + 1) + b'"n":1}',
-        b'{"prompt":"\\\\",' + b"[" * (MAX_PARTS + 1) + b'"',
+        b'{"prompt":[' + b",".join([b"[5]"] * (MAX_JSON_PARTS + 1)) + b"]}",
+        b'{"prompt":' + b"[" * (MAX_JSON_PARTS + 1),
+        b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(MAX_JSON_PARTS + 1)) + b"}}",
+        b'{"prompt":"a \\" \\\\",' + b'"k":[],' * (MAX_JSON_PARTS + 1) + b'"n":1}',
+        b'{"prompt":"\\\\",' + b"[" * (MAX_JSON_PARTS + 1) + b'"',
     ],
 )
 def test_too_many_parts_are_refused(body: bytes) -> None:
@@ -27,7 +28,9 @@ def test_too_many_parts_are_refused(body: bytes) -> None:
         decode(body, CompletionRequest)
 
 
-@pytest.mark.parametrize("text", ["[{:" * MAX_PARTS, '"[' * MAX_PARTS, "\\[" * MAX_PARTS, '\\"[' * MAX_PARTS, "\\\\"])
+@pytest.mark.parametrize(
+    "text", ["[{:" * MAX_JSON_PARTS, '"[' * MAX_JSON_PARTS, "\\[" * MAX_JSON_PARTS, '\\"[' * MAX_JSON_PARTS, "\\\\"]
+)
 def test_texts_may_be_full_of_brackets(text: str) -> None:
     body = {"messages": [{"role": "user", "content": text}], "stop": ["\\", '"', "]"], "user": text}
     decoded = decode(json.dumps(body).encode(), ChatCompletionRequest)
@@ -35,8 +38,20 @@ def test_texts_may_be_full_of_brackets(text: str) -> None:
     assert decoded.stop == ["\\", '"', "]"]
 
 
+def test_deep_bodies_are_refused() -> None:
+    """O-08: nesting is bounded, and the bound is not off by one."""
+
+    def body(levels: int) -> bytes:
+        return b'{"messages":[],"chat_template_kwargs":{"a":' + b"[" * levels + b"1" + b"]" * levels + b"}}"
+
+    decode(body(MAX_JSON_DEPTH - 2), ChatCompletionRequest)
+    for levels in (MAX_JSON_DEPTH - 1, MAX_JSON_DEPTH, 900, 5_000, 49_000):
+        with pytest.raises(InvalidRequestError):
+            decode(body(levels), ChatCompletionRequest)
+
+
 def test_many_numbers_are_fine() -> None:
-    ids = list(range(MAX_PARTS * 2))
+    ids = list(range(MAX_JSON_PARTS * 2))
     assert decode(json.dumps({"prompt": ids}).encode(), CompletionRequest).prompt == ids
 
 
