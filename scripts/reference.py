@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,15 @@ def limits_page() -> str:
     """All constants of `octavo.limits` with their values and texts, by section."""
     source = Path(limits.__file__).read_text(encoding="utf-8")
     lines = source.splitlines()
-    page = [GENERATED, "# Limits\n", (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[1].replace("\n", " ")]
+    page = [
+        GENERATED,
+        "# Limits\n",
+        "What goes beyond a bound is refused with an error that names it. Bounds that depend on a deployment are flags: "
+        "`--max-body-bytes`, `--max-header-bytes`, `--max-logprobs`, `--max-model-len`, `--max-num-queued-reqs`.",
+    ]
     body = ast.parse(source).body
     sections = [(number, line.strip("#- ")) for number, line in enumerate(lines, 1) if line.startswith("# ---")]
-    for node, text in zip(body, body[1:], strict=False):
+    for node, text in itertools.pairwise(body):
         if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
             continue
         assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant), ast.dump(node)
