@@ -162,15 +162,18 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Compute positions start..start+count-1 of a slot's known tokens.
 
     `new_blocks[g]` are appended to the row's block table of group g, which is empty after a `SlotStart`; `NULL_BLOCK` among
-    them stands for positions that a prefix hit need not have. `freed_blocks[g]` counts table entries, from the front of the
-    table, that no longer may be read (outside the window): all of them, not only new ones; empty when no group has a window.
-    With `sample`, the last position's logits give a new token, which the runner appends to the slot's known tokens.
+    them stands for positions that a prefix hit need not have. With `kept_blocks` every table is first cut to so many entries: what
+    follows them has been replaced by blocks that others computed, so `start` may be beyond the last computed token.
+    `freed_blocks[g]` counts table entries, from the front of the table, that no longer may be read (outside the window): all of
+    them, not only new ones; empty when no group has a window. With `sample`, the last position's logits give a new token, which
+    the runner appends to the slot's known tokens.
     """
 
     slot: Slot
     start: int
     count: int
     new_blocks: tuple[tuple[int, ...], ...]
+    kept_blocks: int | None = None
     freed_blocks: tuple[int, ...] = ()
     sample: bool = False
 

@@ -234,8 +234,14 @@ class FakeExecutor:
 
     def _grow(self, row: RowPlan) -> None:
         state = self._slots[row.slot]
-        if state.computed is not None:
-            assert row.start == state.computed, "computed tokens are skipped or repeated"
+        if row.kept_blocks is not None:
+            assert state.computed is not None and row.kept_blocks * self.layout.block_size <= state.computed < row.start
+            for table in state.tables:
+                assert row.kept_blocks <= len(table)
+                del table[row.kept_blocks :]
+        elif state.computed is not None:
+            assert row.start == state.computed or row.start > state.computed, "computed tokens are repeated"
+            assert row.start == state.computed or state.computed % self.layout.block_size == 0, "tokens are skipped"
         assert 0 < row.count <= len(state.tokens) - row.start, "a row computes unknown tokens, or none"
         assert not row.sample or row.start + row.count == len(state.tokens), "a row samples before its last known token"
         end = row.start + row.count
@@ -440,6 +446,10 @@ class Harness:
         elif (aside := self.scheduler.flush()) is not None:
             self.outbox.send(aside)
         return plan
+
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
 
     def run(self, max_steps: int = 5000) -> list[StepPlan]:
         """Steps until nothing is left to do, then checks that nothing is held."""

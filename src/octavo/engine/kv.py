@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from octavo.contracts import NULL_BLOCK, BlockId, KVGroup, KVLayout, Retention
 from octavo.engine.blocks import BlockPool, require
 from octavo.engine.prefix import HashChain, PrefixHasher
@@ -52,18 +54,47 @@ class SequenceBlocks:
     """One sequence's block tables. Changed only by `KVManager`.
 
     `tables[g]` is in position order, its first `freed[g]` entries are `NULL_BLOCK`. The first `num_published` blocks of the sequence
-    have been offered to the prefix cache.
+    have been offered to the prefix cache, and the first `num_claimed` are those that it has computed or is about to.
     """
 
-    __slots__ = ("chain", "freed", "num_published", "num_tokens", "tables")
+    __slots__ = (
+        "chain",
+        "cut",
+        "freed",
+        "num_claimed",
+        "num_landed",
+        "num_published",
+        "num_tokens",
+        "num_told",
+        "tables",
+    )
 
     def __init__(self, num_groups: int, chain: HashChain | None) -> None:
         self.tables: tuple[list[BlockId], ...] = tuple([] for _ in range(num_groups))
         self.freed = [0] * num_groups
         self.chain = chain
         self.num_published = 0
+        self.num_claimed = 0
+        self.num_landed = 0
+        """Positions whose KV is known to be written: by finished steps only."""
         self.num_tokens = 0
         """Positions the tables have room for."""
+        self.num_told = 0
+        """Leading table entries that the executor has been told of, by `tell`."""
+        self.cut = False
+        """Entries that the executor has been told of are no longer true."""
+
+
+class Awaited(msgspec.Struct, frozen=True):
+    """The first `num_tokens` positions of a running sequence, which another one waits for."""
+
+    owner: SequenceBlocks
+    num_tokens: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether they are written, or the sequence has lost its tables."""
+        return self.owner.num_tokens == 0 or self.owner.num_landed >= self.num_tokens
 
 
 class KVManager:
@@ -94,6 +125,8 @@ class KVManager:
         )
         self._any_window = any(window is not None for window in self._windows)
         self._nothing_new: tuple[tuple[BlockId, ...], ...] = ((),) * len(layout.groups)
+        self._claims: dict[bytes, SequenceBlocks] = {}
+        """Keys of blocks that are not published yet, and who is to compute them."""
 
     @property
     def usage(self) -> float:
@@ -155,8 +188,78 @@ class KVManager:
             for block in self._hit_blocks(pool, sequence, first, hit):
                 pool.share(block)
                 table.append(block)
-        sequence.num_published = hit
-        sequence.num_tokens = hit * self.block_size
+        sequence.num_published = sequence.num_claimed = hit
+        sequence.num_landed = sequence.num_tokens = hit * self.block_size
+
+    def claim(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
+        """Notes that the sequence computes all full blocks of `token_ids`, as far as no other does."""
+        num_full = len(token_ids) // self.block_size
+        if sequence.chain is None or num_full <= sequence.num_claimed:
+            return
+        sequence.chain.extend(token_ids, num_full)
+        for key in sequence.chain.keys[sequence.num_claimed : num_full]:
+            self._claims.setdefault(key, sequence)
+        sequence.num_claimed = num_full
+
+    def awaited(self, sequence: SequenceBlocks, hit: int, max_tokens: int) -> Awaited | None:
+        """What a sequence without blocks should wait for, beyond the `hit` blocks that `lookup` found: those that one other sequence is
+        computing. None when nobody computes the next one."""
+        num_blocks = max_tokens // self.block_size
+        if sequence.chain is None or hit >= num_blocks:
+            return None
+        keys = sequence.chain.keys
+        owner = self._claims.get(keys[hit])
+        if owner is None:
+            return None
+        end = hit + 1
+        while end < num_blocks and self._claims.get(keys[end]) is owner:
+            end += 1
+        return Awaited(owner, end * self.block_size)
+
+    def _disclaim(self, sequence: SequenceBlocks, first: int, end: int) -> None:
+        if sequence.chain is not None:
+            for key in sequence.chain.keys[first:end]:
+                if self._claims.get(key) is sequence:
+                    del self._claims[key]
+
+    def pick_up(self, sequence: SequenceBlocks, token_ids: Sequence[int], max_tokens: int) -> int:
+        """Replaces blocks that a partly computed sequence would have to compute by such as were published meanwhile.
+
+        Returns the number of positions it has then. A block that it has begun itself is given back.
+        """
+        index, num_blocks = sequence.num_landed // self.block_size, max_tokens // self.block_size
+        if sequence.chain is None or index >= num_blocks:
+            return sequence.num_landed
+        sequence.chain.extend(token_ids, num_blocks)
+        keys = sequence.chain.keys[index:num_blocks]
+        found = min(
+            next((number for number, key in enumerate(keys) if pool.find(key) is None), len(keys))
+            for pool in self.pools
+        )
+        if found == 0:
+            return sequence.num_landed
+        for number, pool in enumerate(self.pools):
+            table = sequence.tables[number]
+            pool.release(table[index:])
+            del table[index:]
+            for block in self._hit_blocks(pool, sequence, index, index + found):
+                pool.share(block)
+                table.append(block)
+        self._disclaim(sequence, index, index + found)
+        sequence.num_published = index + found
+        sequence.num_claimed = max(sequence.num_claimed, index + found)
+        sequence.num_landed = sequence.num_tokens = (index + found) * self.block_size
+        sequence.cut = sequence.cut or index < sequence.num_told
+        sequence.num_told = min(sequence.num_told, index)
+        return sequence.num_landed
+
+    @staticmethod
+    def tell(sequence: SequenceBlocks) -> tuple[int | None, tuple[tuple[BlockId, ...], ...]]:
+        """What the executor has not been told of a sequence's tables: how many entries to keep (None: all), and those that follow."""
+        kept, sequence.cut = sequence.num_told if sequence.cut else None, False
+        new = tuple(tuple(table[sequence.num_told :]) for table in sequence.tables)
+        sequence.num_told = len(sequence.tables[0])
+        return kept, new
 
     @staticmethod
     def _hit_blocks(pool: BlockPool, sequence: SequenceBlocks, first: int, hit: int) -> list[BlockId]:
@@ -212,6 +315,7 @@ class KVManager:
 
     def publish(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
         """Offers the blocks whose positions are all below `num_computed` to the prefix cache. The caller knows their KV is written."""
+        sequence.num_landed = num_computed
         num_full = num_computed // self.block_size
         if num_full <= sequence.num_published or sequence.chain is None:
             return
@@ -221,7 +325,9 @@ class KVManager:
             # No entry is NULL_BLOCK yet: windows free a block only when a later step needs it no more.
             for pool, table in zip(self.pools, sequence.tables, strict=True):
                 pool.publish(table[index], key)
+        self._disclaim(sequence, sequence.num_published, num_full)
         sequence.num_published = num_full
+        sequence.num_claimed = max(sequence.num_claimed, num_full)
 
     def free(self, sequence: SequenceBlocks) -> None:
         """Empties the tables. Published blocks stay findable until they are given out again; the hash chain stays too."""
@@ -229,8 +335,10 @@ class KVManager:
             pool.release(reversed(table[sequence.freed[number] :]))
             table.clear()
             sequence.freed[number] = 0
-        sequence.num_published = 0
-        sequence.num_tokens = 0
+        self._disclaim(sequence, sequence.num_published, sequence.num_claimed)
+        sequence.num_published = sequence.num_claimed = 0
+        sequence.num_landed = sequence.num_tokens = sequence.num_told = 0
+        sequence.cut = False
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks that no sequence holds."""
@@ -251,3 +359,10 @@ class KVManager:
                 require(NULL_BLOCK not in table[freed:], "an entry is empty that was not freed")
                 require(window is not None or freed == 0, "blocks were freed in a group that keeps all")
             require(sequence.num_published * self.block_size <= sequence.num_tokens, "more blocks published than held")
+            require(sequence.num_published <= sequence.num_claimed, "a published block was never claimed")
+            require(sequence.num_landed <= sequence.num_tokens, "more positions are written than there is room for")
+        for key, owner in self._claims.items():
+            require(owner in sequences, "a sequence that holds no blocks claims to compute one")
+            assert owner.chain is not None
+            claimed = owner.chain.keys[owner.num_published : owner.num_claimed]
+            require(key in claimed, "a claim is left of a block that is published")

@@ -9,6 +9,8 @@ known-but-not-computed tokens within the step's budget.
 - A waiting request is admitted when the pools can take all its known tokens and leave one block for each running request
   to grow into: else it would soon be preempted and computed again. It takes blocks only as its chunks are computed. With
   nothing running any accepted request fits, so the queue always moves.
+- A waiting request whose next block a running one is computing is parked until that block can be shared. Others may start
+  meanwhile, but a slot stays reserved for it. Parked requests hold nothing, and what they wait for runs: no deadlock.
 - When a running request finds no block, the last-arrived running one is preempted: it loses slot and blocks, keeps its
   tokens, and waits at the front of the queue. Its published blocks stay findable, so little is recomputed unless memory
   is really short. The first-arrived one is never preempted for another, which is why everything finishes.
@@ -41,6 +43,7 @@ from octavo.contracts import (
 )
 from octavo.engine.blocks import require
 from octavo.engine.kv import KVManager, capacity_tokens
+from octavo.engine.parking import Parking
 from octavo.engine.policy import FirstComeFirstServed, WaitingQueue
 from octavo.engine.request import Request, Status
 from octavo.engine.tally import Tally
@@ -97,6 +100,8 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         """All that are not finished."""
         self._waiting: WaitingQueue = FirstComeFirstServed() if waiting is None else waiting
+        self._parking = Parking()
+        """Waiting requests that are not in the queue, because a running one computes what they need."""
         self._running: list[Request] = []
         """In order of arrival: the last one is the first to be preempted."""
         self._in_flight: list[Request] = []
@@ -128,7 +133,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot, preempted ones included."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._parking)
 
     @property
     def kv_usage(self) -> float:
@@ -162,7 +167,7 @@ class Scheduler:
                 continue
             if request.status is Status.RUNNING:
                 self._running.remove(request)
-            else:
+            elif not self._parking.remove(request):
                 self._waiting.remove(request)
             self._end(request, request.event(finish_reason=FinishReason.ABORT))
 
@@ -217,13 +222,14 @@ class Scheduler:
         running = self._running
         while len(rows) < len(running):
             request = running[len(rows)]
+            if request.num_known - request.num_computed > self._kv.block_size:
+                request.num_computed = self._kv.pick_up(request.blocks, request.token_ids, request.max_hit_tokens)
             count = min(request.num_known - request.num_computed, budget)
             self._kv.slide(request.blocks, request.num_computed)
-            new_blocks = self._kv.allocate(request.blocks, request.num_computed + count)
-            if new_blocks is None:
+            if self._kv.allocate(request.blocks, request.num_computed + count) is None:
                 self._preempt_last()
                 continue
-            rows.append(self._row(request, count, new_blocks))
+            rows.append(self._row(request, count))
             budget -= count
         starts = self._admit(budget, rows)
         self._in_flight = running.copy()
@@ -240,14 +246,16 @@ class Scheduler:
             num_tokens=sum(row.count for row in rows),
         )
 
-    def _row(self, request: Request, count: int, new_blocks: tuple[tuple[int, ...], ...]) -> RowPlan:
+    def _row(self, request: Request, count: int) -> RowPlan:
         start = request.num_computed
+        kept_blocks, new_blocks = self._kv.tell(request.blocks)
         assert request.slot is not None
         return RowPlan(
             slot=request.slot,
             start=start,
             count=count,
             new_blocks=new_blocks,
+            kept_blocks=kept_blocks,
             freed_blocks=self._kv.freed(request.blocks),
             sample=start + count == request.num_known and not request.at_length_limit,
         )
@@ -256,9 +264,16 @@ class Scheduler:
         """Starts waiting requests in their order while budget, slots and blocks last; appends their rows."""
         starts: list[SlotStart] = []
         now_s = self._clock()
-        while self._waiting and budget > 0 and self._free_slots:
+        for request in reversed(self._parking.take_ready()):
+            self._waiting.put_back(request)
+        while self._waiting and budget > 0 and len(self._free_slots) > len(self._parking):
             request = self._waiting.peek()
             hit = self._kv.lookup(request.blocks, request.token_ids, request.max_hit_tokens)
+            awaited = self._kv.awaited(request.blocks, hit, request.max_hit_tokens)
+            if awaited is not None:
+                self._waiting.remove(request)
+                self._parking.add(request, awaited)
+                continue
             num_hit_tokens = hit * self._kv.block_size
             remaining = request.num_known - num_hit_tokens
             if remaining > budget and not self._chunked:
@@ -272,11 +287,11 @@ class Scheduler:
             request.num_computed = num_hit_tokens
             self._kv.take_hit(request.blocks, hit)
             count = min(remaining, budget)
+            self._kv.claim(request.blocks, request.token_ids)
             new_blocks = self._kv.allocate(request.blocks, num_hit_tokens + count)
             require(new_blocks is not None, "blocks were counted but are not there")
             starts.append(self._start(request))
-            # The slot's table is empty so far: this row brings all of it, prefix hit included.
-            rows.append(self._row(request, count, tuple(tuple(table) for table in request.blocks.tables)))
+            rows.append(self._row(request, count))
             budget -= count
             if request.scheduled_s is None:
                 request.scheduled_s = now_s
@@ -410,7 +425,7 @@ class Scheduler:
             request.slot = None
 
     def _state(self) -> tuple[int, int, float]:
-        return len(self._running), len(self._waiting), self._kv.usage
+        return len(self._running), self.num_waiting, self._kv.usage
 
     def _output(self, step_s: float = 0.0, work: ForwardWork | None = None) -> EngineOutput:
         self._reported = num_running, num_waiting, kv_usage = self._state()
@@ -434,7 +449,7 @@ class Scheduler:
         holders = self._running + cancelled
         for request in self._running:
             require(request.status is Status.RUNNING, f"{request.request_id} runs but is {request.status.name}")
-        for request in self._waiting:
+        for request in (*self._waiting, *self._parking):
             require(
                 request.status in (Status.WAITING, Status.PREEMPTED),
                 f"{request.request_id} waits but is {request.status.name}",
@@ -444,10 +459,10 @@ class Scheduler:
                 request.blocks.num_tokens == 0 and request.num_computed == 0,
                 f"{request.request_id} waits but holds blocks",
             )
-        known = {request.request_id for request in (*self._running, *self._waiting)}
+        known = {request.request_id for request in (*self._running, *self._waiting, *self._parking)}
         require(known == set(self._requests), "a request is lost: neither running nor waiting")
         require(
-            len(known) == len(self._running) + len(self._waiting),
+            len(known) == len(self._running) + len(self._waiting) + len(self._parking),
             "a request is both running and waiting, or twice in one",
         )
         slots = [request.slot for request in holders] + self._free_slots

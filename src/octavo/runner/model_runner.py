@@ -107,6 +107,9 @@ class ModelRunner:
 
     def _update_tables(self, row: RowPlan) -> None:
         for group, blocks in enumerate(row.new_blocks):
+            if row.kept_blocks is not None:
+                self._tables[group][row.slot, row.kept_blocks :] = NULL_BLOCK
+                self._num_blocks[group][row.slot] = row.kept_blocks
             if blocks:
                 begin = self._num_blocks[group][row.slot]
                 self._tables[group][row.slot, begin : begin + len(blocks)] = blocks

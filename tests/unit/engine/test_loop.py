@@ -24,6 +24,7 @@ from octavo.contracts import (
 from octavo.engine import EngineLoop, Scheduler
 from octavo.errors import EngineError
 from support.fake_executor import (
+    VOCABULARY,
     BlockingInbox,
     CollectingOutbox,
     FakeExecutor,
@@ -39,7 +40,12 @@ NOTHING: tuple[EngineInput, ...] = ()
 
 
 def add(*names: str, max_tokens: int = 3) -> Add:
-    return Add(tuple(request(name, range(6), max_tokens) for name in names))
+    return Add(tuple(request(name, prompt(name), max_tokens) for name in names))
+
+
+def prompt(name: str) -> tuple[int, ...]:
+    """Six tokens that no other name begins with."""
+    return (ord(name[0]) % VOCABULARY, *range(5))
 
 
 def cancel(*names: str) -> Cancel:
@@ -60,7 +66,7 @@ def run(
 def test_requests_run_to_their_end_and_the_last_events_come_without_a_further_step() -> None:
     outbox, executor, inbox = run([add("a", "b")], *[NOTHING] * 4, [Shutdown()])
     for name in "ab":
-        assert outbox.answers[name].content == alone(request(name, range(6), 3), KV.groups, 64).content
+        assert outbox.answers[name].content == alone(request(name, prompt(name), 3), KV.groups, 64).content
     assert len(executor.plans) == len(outbox.outputs) == 3
     # It blocks only before the first message and after the last step's events are out.
     assert inbox.timeouts == [None, 0.0, 0.0, 0.0, None]
@@ -108,9 +114,9 @@ def test_a_refusal_does_not_wait_for_a_step_to_end() -> None:
 
 
 def test_the_prefix_cache_can_be_reset() -> None:
-    warm, _, _ = run([add("a")], *[NOTHING] * 4, [add("b")], *[NOTHING] * 4, [Shutdown()])
-    cold, _, _ = run([add("a")], *[NOTHING] * 4, [ResetPrefixCache(), add("b")], *[NOTHING] * 4, [Shutdown()])
-    assert (warm.answers["b"].num_cached_tokens, cold.answers["b"].num_cached_tokens) == (4, 0)
+    warm, _, _ = run([add("a")], *[NOTHING] * 4, [add("a2")], *[NOTHING] * 4, [Shutdown()])
+    cold, _, _ = run([add("a")], *[NOTHING] * 4, [ResetPrefixCache(), add("a2")], *[NOTHING] * 4, [Shutdown()])
+    assert (warm.answers["a2"].num_cached_tokens, cold.answers["a2"].num_cached_tokens) == (4, 0)
 
 
 def test_shutdown_aborts_what_runs_and_what_came_with_it() -> None:

@@ -12,7 +12,7 @@ from octavo.contracts import FinishReason, ForwardWork, RequestId, RowResult, St
 from octavo.engine import Scheduler, token_budget
 from octavo.engine.blocks import InvariantError
 from octavo.errors import ConfigError, EngineDeadError, EngineError
-from support.fake_executor import VOCABULARY, Faults, Harness, alone, layout, request
+from support.fake_executor import VOCABULARY, Answer, Faults, Harness, alone, layout, request
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
@@ -240,14 +240,72 @@ def test_live_requests_share_the_blocks_of_their_prefix() -> None:
     harness.check_answers()
 
 
-def test_a_prompt_that_is_being_computed_is_not_a_hit() -> None:
-    harness = Harness(layout(20))
-    harness.add(request("a", range(12)), request("b", range(12)))
-    plan = harness.step()
-    assert plan is not None
-    assert [row.start for row in plan.rows] == [0, 0]
+def test_a_prompt_that_is_being_computed_is_waited_for() -> None:
+    harness = Harness(layout(20), max_num_batched_tokens=8)
+    harness.add(request("a", range(18)), request("b", range(18)), request("c", (*range(8), 90, 91, 92)))
+    # Blocks 0 to 3 can be shared with b, blocks 0 and 1 with c.
+    assert rows(harness.step()) == [(0, 0, 8, False)]
+    assert harness.scheduler.num_waiting == 2
+    assert rows(harness.step()) == [(0, 8, 8, False)]
+    assert rows(harness.step()) == [(0, 16, 2, True), (1, 16, 2, True), (2, 8, 3, True)]
     harness.run()
     harness.check_answers()
+    assert harness.executor.num_computed == 18 + 2 + 3 + 3 * 3
+
+
+def test_a_request_that_waits_for_nobody_starts_beside_one_that_waits() -> None:
+    harness = Harness(layout(40), max_num_seqs=3, max_num_batched_tokens=20)
+    harness.add(request("a", range(12)), request("b", range(12)), request("c", range(40, 44)))
+    plan = harness.step()
+    assert plan is not None
+    assert [start.request_id for start in plan.starts] == ["a", "c"]
+    # The third slot is kept for b.
+    harness.add(request("d", range(60, 64)))
+    assert [start.request_id for start in harness.step().starts] == ["b"]
+    harness.run()
+    harness.check_answers()
+
+
+@pytest.mark.parametrize("end", ["cancel", "cancel in flight", "row fails", "step fails", "preempted"])
+def test_who_waits_goes_on_when_the_one_it_waits_for_ends(end: str) -> None:
+    """Whatever happens to it, the blocks are computed once more at most, and nobody hangs."""
+    faults = Faults()
+    harness = Harness(layout(14), max_num_batched_tokens=6, faults=faults)
+    if end == "preempted":
+        harness.add(request("first", range(50, 62), max_tokens=20))
+        harness.run_steps(3)
+    harness.add(request("a", range(22)), request("b", range(22)))
+    harness.step()
+    assert harness.scheduler.num_waiting >= 1
+    lost = ["a"]
+    match end:
+        case "cancel":
+            harness.cancel("a")
+        case "cancel in flight":
+            harness.step(cancel_in_flight=["a"])
+        case "row fails":
+            faults.rows.add(RequestId("a"))
+        case "step fails":
+            faults.sample.add(len(harness.executor.plans) + 1)
+        case "preempted":
+            lost = []
+    harness.run()
+    harness.check_answers(except_for=lost)
+
+
+def test_blocks_published_meanwhile_are_picked_up_between_chunks() -> None:
+    """A long prompt continues with what another request has generated since it began."""
+    harness = Harness(layout(60), max_num_seqs=2, max_num_batched_tokens=2)
+    generated = alone(request("a", range(10), max_tokens=24), layout(1).groups, 999).token_ids
+    harness.add(request("a", range(10), max_tokens=24))
+    while len(harness.outbox.answers.get("a", Answer()).token_ids) < 8:
+        harness.step()
+    # The prompt lies ahead of a's own answer, which is published while the prompt is computed a token at a time.
+    harness.add(request("b", (*range(10), *generated, 1, 2, 3)))
+    harness.run()
+    harness.check_answers()
+    kept = [row.kept_blocks for plan in harness.executor.plans for row in plan.rows if row.kept_blocks is not None]
+    assert kept == [4]
 
 
 def test_namespaces_never_share() -> None:
