@@ -36,6 +36,7 @@ from race import ready
 from octavo import LLM, SamplingParams
 from octavo.bench import results
 from octavo.bench.local.throughput import percentile
+from octavo.bench.report import server_table
 from octavo.bench.workloads import WARM_UP, WARM_UP_SEED, WORDS, WORKLOADS
 
 PORT = 8191
@@ -70,15 +71,16 @@ class Server:
 
     def resident_bytes(self) -> int:
         """Of the process and its children."""
-        total = 0
-        for status in Path("/proc").glob("[0-9]*/status"):
+        family, total = {self.process.pid}, 0
+        for status in sorted(Path("/proc").glob("[0-9]*/status"), key=lambda path: int(path.parent.name)):
             try:
-                text = status.read_text()
-                group = os.getpgid(int(status.parent.name))
-            except (OSError, ValueError):
-                continue
-            if group == self.process.pid:
-                total += next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmRSS"))
+                facts = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            except OSError:
+                continue  # it has ended
+            pid = int(facts["Pid"])
+            if pid in family or int(facts["PPid"]) in family:
+                family.add(pid)
+                total += int(facts["VmRSS"].split()[0]) * 1024
         return total
 
     def stop(self) -> None:
@@ -273,11 +275,9 @@ def main() -> int:
         }
         for part, measured in rounds.items()
     }
-    for part, variants in medians.items():
-        print(f"\n{part}")
-        for name, figures in variants.items():
-            print(f"  {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
-    print(f"\nwritten to {results.write(result | {'results': medians, 'rounds': rounds}, arguments.json)}")
+    result |= {"model": arguments.model, "results": medians, "rounds": rounds, "load_after": results.load_average()}
+    print("\n".join(server_table(result)))
+    print(f"\nwritten to {results.write(result, arguments.json)}")
     return 0
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench import results
+from octavo.bench.report import race_table
 
 WORK = ("single", "c16", "c64", "prompt", "prefix")
 READY_TIMEOUT_S = 300
@@ -207,22 +208,6 @@ def summary(rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dic
     }
 
 
-def table(medians: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Per workload: tokens per second, or for `prompt` the time to first token, and how many times the contestant octavo is."""
-    lines = ["| workload | contestant | tok/s | TTFT p50 ms | octavo is, times |", "|---|---|---|---|---|"]
-    for work, contestants in medians.items():
-        for name, figures in contestants.items():
-            ours = contestants.get("offline-octavo" if name.startswith("offline-") else "octavo")
-            key = "ttft_p50" if work == "prompt" else "out_tok_s"
-            ratio = "" if ours is None else ours[key] / figures[key]
-            if ratio and work == "prompt":
-                ratio = 1 / ratio
-            ttft = f"{figures['ttft_p50']:.0f}" if "ttft_p50" in figures else ""
-            times = f"{ratio:.2f}" if ratio else ""
-            lines.append(f"| `{work}` | {name} | {figures['out_tok_s']:.1f} | {ttft} | {times} |")
-    return lines
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, metavar="DIR", help="folder that setup.sh filled")
@@ -241,7 +226,7 @@ def main() -> int:
         parser.error(f"no contestant {unknown[0]!r}")
 
     options = {"work": works, "contestants": names, "rounds": arguments.rounds, "seed": arguments.seed}
-    result = results.header("race", options)
+    result = results.header("race", options) | {"model": "SmolLM2-135M-Instruct"}
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {work: {name: [] for name in names} for work in works}
     for number in range(arguments.rounds):
         seed = arguments.seed + number
@@ -254,7 +239,7 @@ def main() -> int:
                     print(f"round {number + 1} {work} {name}: {figures}", file=sys.stderr, flush=True)
     medians = summary(rounds)
     result |= {"results": medians, "rounds": rounds, "load_after": results.load_average()}
-    print("\n".join(table(medians)))
+    print("\n".join(race_table(result)))
     print(f"\nwritten to {results.write(result, arguments.json)}")
     return 0
 

@@ -67,6 +67,41 @@ def plot_throughput(results: Sequence[Result], path: Path) -> None:
     _save(figure, path, results[-1])
 
 
+def plot_race(result: Result, path: Path) -> None:
+    """Every engine, workload by workload, servers left and engines without a server right; relative to octavo, so that one axis holds
+    all workloads. Speeds: in `prompt` the inverse of the time to first token."""
+    figure, axes = _figure(2)
+    medians = result["results"]
+    for axis, reference, title in (
+        (axes[0], "octavo", "through the server"),
+        (axes[1], "offline-octavo", "without a server"),
+    ):
+        offline = reference.startswith("offline-")
+        names = dict.fromkeys(
+            name for of_work in medians.values() for name in of_work if name.startswith("offline-") == offline
+        )
+        works = [work for work, of_work in medians.items() if reference in of_work]
+        width = 0.8 / max(len(names), 1)
+        for number, name in enumerate(names):
+            raced = [(place, medians[work]) for place, work in enumerate(works) if name in medians[work]]
+            bars = axis.bar(
+                [place + number * width for place, _ in raced],
+                [_speed(works[place], of[name]) / _speed(works[place], of[reference]) for place, of in raced],
+                width=width,
+                label=name.removeprefix("offline-"),
+            )
+            axis.bar_label(bars, fmt="{:.2g}", fontsize="small")
+        axis.set_xticks([place + 0.4 - width / 2 for place in range(len(works))], works)
+        axis.set(title=title, ylabel="speed relative to octavo")
+        if works:
+            axis.legend()
+    _save(figure, path, result)
+
+
+def _speed(work: str, figures: Mapping[str, float]) -> float:
+    return 1 / figures["ttft_p50"] if work == "prompt" else figures["out_tok_s"]
+
+
 def _figure(columns: int) -> tuple[Any, Any]:
     # The object interface: no global state, no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

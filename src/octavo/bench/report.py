@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.bench.plots import plot_kernels, plot_throughput, require_matplotlib
+from octavo.bench.plots import plot_kernels, plot_race, plot_throughput, require_matplotlib
 from octavo.bench.results import QUIET_LOAD
 from octavo.errors import ConfigError
 
@@ -37,12 +37,23 @@ def write_report(folder: Path, out: Path, image: Literal["svg", "png"] = "svg") 
     results = read_results(folder)
     kernels = {path: result for path, result in results.items() if result["kind"] == "kernels"}
     throughput = {path: result for path, result in results.items() if result["kind"] == "throughput"}
-    if not kernels and not throughput:
-        raise ConfigError(f"{folder} holds no results of octavo bench kernels or throughput")
+    races = {path: result for path, result in results.items() if result["kind"] == "race"}
+    served = {path: result for path, result in results.items() if result["kind"] == "server"}
+    if not (kernels or throughput or races or served):
+        raise ConfigError(f"{folder} holds no results of octavo bench, scripts/race.py or scripts/measure_server.py")
     plots = out / "plots"
     page = ["# Measurements", "", "Made by `octavo bench report` from the files in `results`.", ""]
     try:
         plots.mkdir(parents=True, exist_ok=True)
+        if races:
+            page += ["## Races", ""]
+        for path, result in races.items():
+            plot_race(result, plots / f"{path.stem}.{image}")
+            page += [*_heading(path, result), f"![race](plots/{path.stem}.{image})", "", *race_table(result), ""]
+        if served:
+            page += ["## Serving", ""]
+        for path, result in served.items():
+            page += [*_heading(path, result), *server_table(result), ""]
         if throughput:
             plot_throughput(list(throughput.values()), plots / f"throughput.{image}")
             page += ["## Offline throughput", "", f"![throughput](plots/throughput.{image})", ""]
@@ -143,6 +154,39 @@ def throughput_table(result: Result) -> list[str]:
         for line in result["results"]
     ]
     return table(("workload", *_THROUGHPUT_COLUMNS.values()), rows, text_columns=1)
+
+
+def race_table(result: Result) -> list[str]:
+    """Medians of each workload and contestant, as lines of Markdown, and how many times faster octavo is: by the time to first token in
+    `prompt`, by tokens per second elsewhere. Contestants without a server are compared with octavo without one."""
+    rows = []
+    for work, contestants in result["results"].items():
+        for name, figures in contestants.items():
+            ours = contestants.get("offline-octavo" if name.startswith("offline-") else "octavo")
+            tokens_s, ttft_ms = figures["out_tok_s"], figures.get("ttft_p50")
+            ratio = None
+            if ours is not None and name not in ("octavo", "offline-octavo"):
+                ratio = ttft_ms / ours["ttft_p50"] if work == "prompt" else ours["out_tok_s"] / tokens_s
+            rows.append(
+                (
+                    work,
+                    name,
+                    f"{tokens_s:.1f}" if tokens_s else "",
+                    f"{ttft_ms:.0f}" if ttft_ms else "",
+                    f"{ratio:.2f}" if ratio else "",
+                )
+            )
+    return table(("workload", "engine", "tok/s", "TTFT p50 ms", "octavo is, times"), rows, text_columns=2)
+
+
+def server_table(result: Result) -> list[str]:
+    """Medians of what serving costs, as lines of Markdown."""
+    rows = [
+        (part, name, ", ".join(f"{_readable(key)} {value:.4g}" for key, value in figures.items()))
+        for part, variants in result["results"].items()
+        for name, figures in variants.items()
+    ]
+    return table(("part", "variant", "medians"), rows, text_columns=3)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, text_columns: int) -> list[str]:

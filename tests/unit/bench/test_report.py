@@ -39,6 +39,26 @@ def _throughput(commit: str = "abc1234") -> dict[str, Any]:
     return _header("throughput", commit) | {"batching": "continuous", "results": [line]}
 
 
+def _race() -> dict[str, Any]:
+    def figures(speed: float, ttft: float) -> dict[str, float]:
+        return {"out_tok_s": speed, "ttft_p50": ttft}
+
+    medians = {
+        "c16": {
+            "octavo": figures(400, 500),
+            "other": figures(160, 900),
+            "offline-octavo": {"out_tok_s": 440.0},
+            "offline-other": {"out_tok_s": 220.0},
+        },
+        "prompt": {"octavo": figures(7, 250), "other": figures(3, 600)},
+    }
+    return _header("race") | {"results": medians}
+
+
+def _server() -> dict[str, Any]:
+    return _header("server") | {"results": {"busy": {"single": {"alone_tok_s": 250.0, "share": 0.75}}}}
+
+
 def _header(kind: str, commit: str = "abc1234") -> dict[str, Any]:
     machine = {"name": "test-2cpu", "cpu": "Test CPU", "cpus": 2}
     return {
@@ -53,6 +73,8 @@ def test_report(tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]) 
     results.write(_kernels(), folder=folder)
     results.write(_throughput(), folder=folder)
     results.write(_throughput("def5678"), folder=folder)
+    results.write(_race(), folder=folder)
+    results.write(_server(), folder=folder)
     (folder / "2026-12-01-soak.json").write_text(json.dumps({"what": "soak"}))
     arguments = ["bench", "report", "--results", str(folder), "--out", str(tmp_path), "--image", image]
     assert main(arguments) == 0
@@ -62,8 +84,14 @@ def test_report(tmp_path: Path, image: str, capsys: pytest.CaptureFixture[str]) 
     assert "| 25 % |" in page
     assert "75 % (50) |" in page
     assert "memory huge pages one thread, GB/s" in page
+    assert [line.split() for line in page.splitlines() if "other" in line] == [
+        ["|", "c16", "|", "other", "|", "160.0", "|", "900", "|", "2.50", "|"],
+        ["|", "c16", "|", "offline-other", "|", "220.0", "|", "|", "2.00", "|"],
+        ["|", "prompt", "|", "other", "|", "3.0", "|", "600", "|", "2.40", "|"],
+    ]
+    assert "share 0.75" in page
     plots = sorted((tmp_path / "plots").iterdir())
-    assert [plot.suffix for plot in plots] == [f".{image}"] * 2
+    assert [plot.suffix for plot in plots] == [f".{image}"] * 3
     for plot in plots:
         assert f"plots/{plot.name}" in page
         assert plot.read_bytes().startswith(b"<?xml" if image == "svg" else b"\x89PNG")
