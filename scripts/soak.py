@@ -38,9 +38,7 @@ WORDS = "time year people way day man thing woman life child world school state 
 
 def send(server: Live, path: str, body: bytes) -> socket.socket:
     connection = socket.create_connection((server.host, server.port), timeout=120)
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 

@@ -33,7 +33,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        return version("octavo")
+        value = globals()["__version__"] = version("octavo")  # once: a running server opens no files
+        return value
     if name in _LAZY:
         from importlib import import_module
 

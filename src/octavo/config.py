@@ -20,6 +20,8 @@ class Help(msgspec.Struct, frozen=True):
     secret: bool = False
     low: float | None = None
     high: float | None = None
+    opposite: str | None = None
+    """Another flag that switches a boolean off."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +121,34 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     uvicorn_log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug", "trace"], Help("log level of the HTTP server")
     ] = "info"
-    disable_log_requests: Annotated[bool, Help("no log line per request")] = True
+    enable_log_requests: Annotated[
+        bool, Help("log lines for each request: never its text", opposite="--disable-log-requests")
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Help(
+            "host names that requests may ask for, * for any; default: loopback names where the server listens on loopback and has no "
+            "key, else any",
+            metavar="HOST",
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Help("web origins whose pages may call the server (CORS), * for any; default: only its own", metavar="ORIGIN"),
+    ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...], Help("methods that pages of other origins may use (CORS)", metavar="METHOD")
+    ] = ("*",)
+    allowed_headers: Annotated[
+        tuple[str, ...], Help("headers that pages of other origins may send (CORS)", metavar="HEADER")
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool, Help("pages of other origins may send cookies and keys of the browser (CORS)")
+    ] = False
+    ssl_certfile: Annotated[str | None, Help("serve HTTPS with this certificate (chain, PEM)", metavar="FILE")] = None
+    ssl_keyfile: Annotated[
+        str | None, Help("private key of --ssl-certfile (PEM), where it is not in that file", metavar="FILE")
+    ] = None
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 900, "ignore
 def head_and_body(body: dict[str, Any], *headers: str) -> bytes:
     data = json.dumps(body).encode()
     lines = (
-        f"POST {TEXT} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers,
+        f"POST {TEXT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers,
     )  # fmt: skip
     return "\r\n".join((*lines, "", "")).encode() + data
 
@@ -27,7 +27,7 @@ def head_and_body(body: dict[str, Any], *headers: str) -> bytes:
 def test_a_pipelining_client_that_leaves_frees_everything(server: Live) -> None:
     aborted = server.metric("vllm:request_success_total")
     with socket.create_connection((server.host, server.port), timeout=30) as connection:
-        connection.sendall(head_and_body(LONG) + head_and_body(LONG) + b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(head_and_body(LONG) + head_and_body(LONG) + b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         while server.metric("vllm:num_requests_running") < 1:
             time.sleep(0.01)
     assert server.idle_within(2.0)
@@ -60,7 +60,7 @@ def test_an_offered_upgrade_is_ignored(server: Live, split: int | None) -> None:
 
 
 def test_many_offers_in_one_packet(server: Live) -> None:
-    one = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    one = b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     with socket.create_connection((server.host, server.port), timeout=30) as connection:
         connection.sendall(one * 1500)
         connection.shutdown(socket.SHUT_WR)
@@ -70,5 +70,5 @@ def test_many_offers_in_one_packet(server: Live) -> None:
 
 def test_connect_is_refused(server: Live) -> None:
     with socket.create_connection((server.host, server.port), timeout=30) as connection:
-        connection.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 405")

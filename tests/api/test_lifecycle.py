@@ -27,7 +27,7 @@ def send(server: Live, body: dict[str, Any]) -> socket.socket:
     """Sends a request and returns the open connection."""
     data = json.dumps(body).encode()
     connection = socket.create_connection((server.host, server.port), timeout=30)
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 

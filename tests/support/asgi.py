@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.config import Config
+from octavo.config import Config, ServerConfig
 from octavo.obs.events import EventLog
 from octavo.obs.metrics import Metrics
 from octavo.server.app import App
@@ -22,8 +22,11 @@ class Call:
 
     app: App
     path: str
-    body: Any
+    body: Any = None
+    method: str = "POST"
+    headers: dict[str, str] = field(default_factory=dict)
     status: int = 0
+    answer_headers: dict[str, str] = field(default_factory=dict)
     parts: list[bytes] = field(default_factory=list)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,13 +48,15 @@ class Call:
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
+                self.answer_headers = {name.decode(): value.decode() for name, value in message["headers"]}
             else:
                 self.parts.append(message.get("body", b""))
                 self.answered.set()
 
         headers = [(b"content-type", b"application/json")]
+        headers += [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
         scope = {
-            "type": "http", "method": "POST", "path": self.path, "headers": headers, "query_string": b"", "root_path": "",
+            "type": "http", "method": self.method, "path": self.path, "headers": headers, "query_string": b"", "root_path": "",
             "scheme": "http", "server": ("x", 80), "http_version": "1.1",
         }  # fmt: skip
         await self.app(scope, receive, send)
@@ -62,12 +67,14 @@ class Call:
 
 
 @contextlib.asynccontextmanager
-async def application(script: Any, **options: Any) -> AsyncIterator[tuple[App, Metrics]]:
+async def application(
+    script: Any, *, server: ServerConfig | None = None, **options: Any
+) -> AsyncIterator[tuple[App, Metrics]]:
     """The application over an engine that answers by the script. `options` are those of `scripted.running`."""
     events, metrics = EventLog(), Metrics("scripted")
     events.add_sink(metrics)
     async with running(script, events=events, **options) as engine:
-        yield App(Config(), engine, events, metrics), metrics
+        yield App(Config(server=server or ServerConfig()), engine, events, metrics), metrics
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,10 @@ class Reply:
 class Live:
     """`octavo VERB ...` as a child process."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None, ready: bool = True) -> None:
-        command = [sys.executable, "-m", "octavo", *arguments, "--port", "0"]
+    def __init__(
+        self, *arguments: str, env: dict[str, str] | None = None, ready: bool = True, under: Sequence[str] = ()
+    ) -> None:
+        command = [*under, sys.executable, "-m", "octavo", *arguments, "--port", "0"]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
         )
@@ -50,7 +52,7 @@ class Live:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        listening = self.wait_for_line(r"listens on (http://\S+)")
+        listening = self.wait_for_line(r"listens on (https?://\S+)")
         self.url = listening[1]
         parts = urllib.parse.urlsplit(self.url)
         self.host, self.port = parts.hostname or "", parts.port or 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from octavo.cli.hide import hide_arguments
 from octavo.config import Config, Help, Section
 from octavo.errors import ConfigError
 
@@ -42,9 +44,9 @@ _VLLM_FLAGS = frozenset(
     --guided-decoding-backend --reasoning-parser --enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server
     --default-chat-template-kwargs --trust-request-chat-template --speculative-config --spec-method --spec-model --spec-tokens
     --kv-transfer-config --kv-events-config --otlp-traces-endpoint --collect-detailed-traces --kv-cache-metrics --enable-mfu-metrics
-    --disable-log-stats --enable-log-requests --enable-log-outputs --enable-prompt-tokens-details --uds --ssl-keyfile --ssl-certfile
-    --allowed-origins --root-path --middleware --enable-request-id-headers --api-server-count --headless --grpc-port
-    --sse-keep-alive-interval --config --optimization-level --performance-mode --compilation-config --admin-api-key --allowed-hosts
+    --disable-log-stats --enable-log-outputs --max-log-len --enable-prompt-tokens-details --uds --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers
+    --enable-ssl-refresh --root-path --middleware --enable-request-id-headers --api-server-count --headless --grpc-port
+    --sse-keep-alive-interval --config --optimization-level --performance-mode --compilation-config --admin-api-key
     --device --max-seq-len-to-capture --num-gpu-blocks-override --worker-cls --response-role""".split()
 )
 
@@ -95,6 +97,14 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[str], *, witho
             else:
                 options.update(type=kind, metavar=field.help.metavar or {int: "N", float: "X", str: "TEXT"}[kind])
             group.add_argument(field.flag, *field.help.aliases, **options)
+            if field.help.opposite:
+                group.add_argument(
+                    field.help.opposite,
+                    action="store_false",
+                    dest=field.name,
+                    default=argparse.SUPPRESS,
+                    help=f"the opposite of {field.flag}",
+                )
 
 
 def given_flags(arguments: argparse.Namespace, sections: Sequence[str]) -> list[str]:
@@ -125,7 +135,9 @@ def resolve(arguments: argparse.Namespace, environment: Mapping[str, str] | None
     for field in _fields(Config.__struct_fields__):
         if hasattr(arguments, field.name):
             value: Any = getattr(arguments, field.name)
-            source, value = field.flag, tuple(value) if isinstance(value, list) else value
+            source, value = field.flag, _listed(value) if isinstance(value, list) else value
+            if field.help.secret and value:
+                hide_arguments(value if isinstance(value, tuple) else (value,))
         elif field.name in variables:
             source, text = variables[field.name]
             value = _parse(field, source, text)
@@ -206,6 +218,8 @@ def _parse(field: _Field, source: str, text: str) -> Any:
                 return False
             raise ValueError("expected true or false")
         if typing.get_origin(kind) is tuple:
+            if text.lstrip().startswith("["):
+                return _listed([text])
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if typing.get_origin(kind) is Literal:
             choices = typing.get_args(kind)
@@ -222,6 +236,18 @@ def _parse(field: _Field, source: str, text: str) -> Any:
     except ValueError as error:
         shown = "(secret)" if field.help.secret else repr(text)
         raise ConfigError(f"{source} is {shown}: {error}; see {field.flag}", param=field.name) from None
+
+
+def _listed(values: Sequence[str]) -> tuple[str, ...]:
+    """The values of a flag that may be repeated. vLLM's own form, a JSON list such as '["*"]', is taken apart."""
+    items: list[str] = []
+    for value in values:
+        try:
+            inner = json.loads(value) if value.lstrip().startswith("[") else None
+        except ValueError:
+            inner = None
+        items += inner if isinstance(inner, list) and all(isinstance(item, str) for item in inner) else [value]
+    return tuple(items)
 
 
 def _check(field: _Field, source: str, value: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import sys
 from collections.abc import Sequence
 
 from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, InvalidRequestError, OctavoError
+from octavo.obs import logs
 
 VERBS = {
     "serve": "serve a model to OpenAI clients",
@@ -25,7 +25,7 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line. Returns the exit status: 0 fine, 1 failed, 2 wrong usage."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logs.set_up()
     parsed = parse(sys.argv[1:] if argv is None else argv)
     return 2 if parsed is None else run(parsed)
 

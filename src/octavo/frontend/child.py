@@ -28,6 +28,7 @@ from octavo.frontend.wire import (
     ToChild,
     to_child_decoder,
 )
+from octavo.obs import logs
 
 BEAT_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.05
@@ -38,6 +39,7 @@ def main(fd: int) -> int:
     # A service manager may signal all processes of a service; the parent decides what that means for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logs.set_up()
     channel = Channel(socket.socket(fileno=fd), to_child_decoder())
     configure = channel.receive()
     if not isinstance(configure, Configure):

@@ -21,6 +21,7 @@ from octavo.server.auth import OPEN_PATHS, Keys
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.context import Context
+from octavo.server.door import Door, with_cors
 from octavo.server.errors import error_object, error_response
 
 Handler = Callable[[Context, Request], Awaitable[ASGIApp]]
@@ -41,12 +42,18 @@ class MethodNotAllowed(InvalidRequestError):
 
 
 class App:
-    """The server's ASGI app. `metrics` is a sink that the caller has added to `events`."""
+    """The server's ASGI app. `metrics` is a sink that the caller has added to `events`; `bound_host` the address it listens on, where
+    that differs from what is configured.
+    """
 
-    def __init__(self, config: Config, engine: AsyncEngine, events: EventLog, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, engine: AsyncEngine, events: EventLog, metrics: Metrics, *, bound_host: str | None = None
+    ) -> None:
         self.context = Context(config, engine, events)
         self._events = events
         self._keys = Keys(config.server.api_key)
+        self._door = Door(config.server, bound_host or config.server.host)
+        self._http = with_cors(self._serve, config.server)
         self._routes: list[tuple[Route, Handler]] = [
             (Route(path, _unused, methods=[method]), handler)
             for method, path, handler in (
@@ -79,6 +86,9 @@ class App:
         if scope["type"] != "http":
             await self._lifespan(scope, receive, send)
             return
+        await self._http(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
         status, started = 500, False
 
@@ -90,6 +100,7 @@ class App:
 
         route: Route | None = None
         try:
+            self._door.check(scope)
             if scope["path"] not in OPEN_PATHS:
                 scope["octavo.tenant"] = self._keys.tenant(scope)
             route, handler = self._match(scope)

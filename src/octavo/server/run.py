@@ -11,18 +11,21 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
 
 import octavo
-from octavo.config import Config
+from octavo.config import Config, ServerConfig
 from octavo.errors import ConfigError, OctavoError
 from octavo.frontend.engine import AsyncEngine
 from octavo.obs.events import EventLog
+from octavo.obs.logs import log_requests
 from octavo.obs.metrics import Metrics
 from octavo.server.app import App
 from octavo.server.http import bounded_protocol
@@ -70,9 +73,12 @@ class _Serving:
         config, events = self._config, EventLog()
         metrics = Metrics((*config.model.served_model_name, config.model.model)[0])
         events.add_sink(metrics)
+        if config.server.enable_log_requests:
+            events.add_sink(log_requests)
         engine = self._make_engine(config, events, self._engine_died)
-        app = App(config, engine, events, metrics)
+        certificate = _certificate(config.server)
         sock = _bind(config.server.host, config.server.port)
+        app = App(config, engine, events, metrics, bound_host=sock.getsockname()[0])
         server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -81,18 +87,21 @@ class _Serving:
                 lifespan="off",
                 log_config=None,
                 log_level=config.server.uvicorn_log_level,
-                access_log=not config.server.disable_log_requests,
+                access_log=config.server.enable_log_requests,
                 server_header=False,
                 timeout_keep_alive=config.server.timeout_keep_alive,
                 timeout_graceful_shutdown=5,
+                ssl_context_factory=None if certificate is None else lambda *_: certificate,
             )
         )
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_log_fault)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if certificate is None else "https"
+        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         _log.info("octavo %s listens on %s%s", octavo.__version__, address, self._banner)
         try:
             await self._load(engine, metrics)
@@ -156,6 +165,11 @@ class _Serving:
         self._stop.set()
 
 
+def _log_fault(loop: asyncio.AbstractEventLoop, fault: dict[str, Any]) -> None:
+    """What nobody awaited. asyncio's own handler would print the fault's objects, and with them their messages."""
+    _log.error("%s", fault["message"], exc_info=fault.get("exception"))
+
+
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -172,6 +186,29 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
     sock.setblocking(False)
     return sock
+
+
+def _certificate(server: ServerConfig) -> ssl.SSLContext | None:
+    """What HTTPS needs, read before anything else is done; None for HTTP. TLS 1.2 or newer, Python's ciphers."""
+    if server.ssl_certfile is None:
+        if server.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile", param="ssl_keyfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = f"--ssl-certfile {server.ssl_certfile}"
+        files += f" and --ssl-keyfile {server.ssl_keyfile}" if server.ssl_keyfile else ""
+        raise ConfigError(
+            f"HTTPS cannot be served with {files}: {error}; expected a certificate and its key as PEM, without password",
+            param="ssl_certfile",
+        ) from None
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")  # else OpenSSL would ask on the terminal
 
 
 def _progress() -> Callable[[int, int], None] | None:

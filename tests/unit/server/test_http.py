@@ -14,7 +14,7 @@ import uvicorn
 
 from octavo.server.http import BoundedProtocol, bounded_protocol
 
-HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n"
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n"
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ def test_a_refused_body_that_ends_leaves_the_connection_usable() -> None:
         async with serving(refuse, discard_timeout_s=0.2) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for _ in range(2):
-                writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n")
+                writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\n")
                 assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 404")
                 writer.write(b"abc")
                 await asyncio.sleep(0.4)
@@ -111,7 +111,7 @@ def test_an_unread_answer_is_given_up() -> None:
     async def run() -> None:
         async with serving(endless, unread_timeout_s=0.2) as port:
             with socket.create_connection(("127.0.0.1", port)) as client:
-                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 async with asyncio.timeout(10):
                     await gone.wait()
 
@@ -129,7 +129,7 @@ def test_a_slow_reader_is_waited_for() -> None:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
             client.connect(("127.0.0.1", port))
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             received = 0
             while data := client.recv(32768):
                 received += len(data)
