@@ -81,6 +81,42 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         Help("most tokens computed in one step; default: 512, or the context length when prompts are not split"),
     ] = None
     enable_chunked_prefill: Annotated[bool, Help("split long prompts over several steps beside running decodes")] = True
+    long_prefill_token_threshold: Annotated[
+        int | None,
+        Help(
+            "most tokens of one prompt in a step while others wait for a share of it, and the length beyond which prompts are long; 0: no "
+            "bound; default: half of what decodes leave of a step",
+            low=0,
+        ),
+    ] = None
+    max_long_partial_prefills: Annotated[
+        int | None,
+        Help(
+            "long prompts computed at the same time (with fair: of a tenant); shorter ones pass those that wait; default: 1",
+            low=1,
+        ),
+    ] = None
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "fair"],
+        Help("who runs first: by arrival, by the request's priority, or tenants (names of API keys) in turn"),
+    ] = "fcfs"
+    priority_ageing: Annotated[
+        float | None,
+        Help("with priority: seconds of waiting that outweigh one level of it; default: 60", low=0.001, high=86400),
+    ] = None
+    tenant_weights: Annotated[
+        tuple[str, ...],
+        Help("with fair: a tenant's weight as NAME=NUMBER; may be repeated; other tenants weigh 1", metavar="NAME=N"),
+    ] = ()
+    waiting_timeout: Annotated[
+        float | None, Help("seconds a request may wait before it first runs, else it ends with an error", low=0.001)
+    ] = None
+    prefill_timeout: Annotated[
+        float | None, Help("seconds from then to its first token, else it ends with an error", low=0.001)
+    ] = None
+    decode_timeout: Annotated[
+        float | None, Help("seconds from its first token to its end, else it ends with an error", low=0.001)
+    ] = None
     max_num_queued_reqs: Annotated[
         int | None,
         Help(

@@ -65,7 +65,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. A request with n choices becomes n of these, with `choice` 0..n-1 and one `parent`.
 
     `namespace` starts the block-hash chain of the prefix cache beside the model's own digest: cache salt, adapter.
-    `priority`: lower runs first. `deadline_s` counts from arrival. `trace` is what logs may show of the client's id.
+    `tenant` is who shares with whom under the policy `fair`. `priority`: lower runs first. The timeouts, in seconds, count from arrival,
+    from the first step that runs it and from its first token; None is no limit of the request's own.
     """
 
     request_id: RequestId
@@ -76,6 +77,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = "default"
     priority: int = 0
     arrival_s: float = 0.0
+    waiting_timeout_s: float | None = None
+    prefill_timeout_s: float | None = None
+    decode_timeout_s: float | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -278,7 +282,7 @@ EngineInput = Add | Cancel | ResetPrefixCache | Shutdown
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A finished request's story for metrics and traces. Times in seconds of the engine's monotonic clock.
 
-    `scheduled_s` and `first_token_s` are None when the request ended before that moment.
+    `scheduled_s` and `first_token_s` are None when the request ended before that moment. `error_code` is set with `finish_reason` ERROR.
     """
 
     request_id: RequestId
@@ -292,22 +296,31 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     num_generated_tokens: int
     num_preemptions: int
     max_tokens: int
+    tenant: str = "default"
+    error_code: str | None = None
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine after a step (or while idle), and what happened in it. Counts are of this step, not totals.
 
     `kv_usage` is the used share (0..1) of the fullest group; cached but unreferenced blocks count as free. `work` is None outside of
-    steps and where the backend does not count it.
+    steps and where the backend does not count it. Of those waiting, `num_deferred` are held back for others' sake, the rest wait for
+    slots, blocks or budget. Of the preemptions, `num_displaced` made room for a request that goes first by the policy, the rest were for
+    want of blocks. A decode row computes one token of a request that has generated some, every other row is prefill.
     """
 
     step: int
     num_running: int
     num_waiting: int
     kv_usage: float
+    num_deferred: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_prefill_rows: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_rows: int = 0
     num_preemptions: int = 0
+    num_displaced: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     step_s: float = 0.0

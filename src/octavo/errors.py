@@ -83,6 +83,31 @@ class NotReadyError(OctavoError):
     retryable = True
 
 
+class WaitingTimeoutError(OctavoError):
+    """A request waited longer than its limit before it could run. Nothing was computed."""
+
+    code = "waiting_timeout"
+    type = "timeout_error"
+    http_status = 504
+    retryable = True
+
+
+class PrefillTimeoutError(OctavoError):
+    """A prompt was not computed within its limit."""
+
+    code = "prefill_timeout"
+    type = "timeout_error"
+    http_status = 504
+
+
+class DecodeTimeoutError(OctavoError):
+    """An answer was not complete within its limit after the first token."""
+
+    code = "decode_timeout"
+    type = "timeout_error"
+    http_status = 504
+
+
 class EngineError(OctavoError):
     """A step failed: the requests in it end with this error, the others go on."""
 

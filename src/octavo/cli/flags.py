@@ -37,7 +37,7 @@ _OTHER_VARIABLES = ("OCTAVO_HOME", "OCTAVO_ISA")
 _VLLM_FLAGS = frozenset(
     """--tokenizer --quantization --load-format --seed --trust-remote-code --hf-overrides --override-generation-config --enforce-eager
     --logprobs-mode --enable-sleep-mode --prefix-caching-hash-algo --kv-offloading-size --kv-offloading-backend
-    --cpu-offload-gb --swap-space --max-num-active-seqs --long-prefill-token-threshold --prefill-schedule-interval --scheduling-policy
+    --cpu-offload-gb --swap-space --max-num-active-seqs --prefill-schedule-interval
     --async-scheduling --stream-interval --scheduler-reserve-full-isl --watermark --scheduler-cls --max-num-queued-tokens
     --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --enable-expert-parallel --distributed-executor-backend --nnodes
     --node-rank --numa-bind --enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-modules --structured-outputs-config

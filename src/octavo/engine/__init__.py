@@ -7,6 +7,7 @@ happened to an `Outbox`. Before anything is started, `token_budget` gives the to
 
 from octavo.engine.kv import blocks_needed, capacity_tokens
 from octavo.engine.loop import EngineLoop
-from octavo.engine.scheduler import Scheduler, token_budget
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.settings import token_budget
 
 __all__ = ["EngineLoop", "Scheduler", "blocks_needed", "capacity_tokens", "token_budget"]

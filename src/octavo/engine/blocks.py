@@ -52,6 +52,10 @@ class BlockPool:
         """Whether no table refers to the block."""
         return self._references[block] == 0
 
+    def is_sole(self, block: BlockId) -> bool:
+        """Whether exactly one table refers to the block."""
+        return self._references[block] == 1
+
     def allocate(self, count: int) -> list[BlockId]:
         """Gives out `count` blocks with one reference each; their old content is forgotten. The caller checked `num_free`."""
         taken = []

@@ -169,14 +169,37 @@ class KVManager:
         """Index of the first block that `position` and later ones attend to."""
         return max(0, position - window + 1) // self.block_size
 
-    def fits(self, sequence: SequenceBlocks, hit: int, num_tokens: int, reserve: int) -> bool:
-        """Whether a sequence with no blocks can take a hit of `hit` blocks and grow to `num_tokens` with `reserve` free blocks left."""
-        for group, pool, window in zip(self.layout.groups, self.pools, self._windows, strict=True):
+    def fits(self, sequence: SequenceBlocks, hit: int, num_tokens: int, reserve: Sequence[int]) -> bool:
+        """Whether a sequence with no blocks can take a hit of `hit` blocks and grow to `num_tokens` with `reserve[g]` free blocks left."""
+        for group, pool, window, kept in zip(self.layout.groups, self.pools, self._windows, reserve, strict=True):
             first = 0 if window is None else self._first_needed(window, hit * self.block_size)
             shared = sum(not pool.is_free(block) for block in self._hit_blocks(pool, sequence, first, hit))
-            if pool.num_free - reserve < self._needed(group, num_tokens) - shared:
+            if pool.num_free - kept < self._needed(group, num_tokens) - shared:
                 return False
         return True
+
+    def growth(self, sequence: SequenceBlocks, num_tokens: int) -> list[int]:
+        """Per group, most blocks that a running sequence still takes to hold `num_tokens`; at least 1, to go on from there."""
+        return [
+            max(1, self._needed(group, num_tokens) - (len(table) - freed))
+            for group, table, freed in zip(self.layout.groups, sequence.tables, sequence.freed, strict=True)
+        ]
+
+    def hit_blocks(self, sequence: SequenceBlocks, hit: int) -> list[set[BlockId]]:
+        """Per group, the blocks that a hit found by `lookup` would take."""
+        firsts = (
+            0 if window is None else self._first_needed(window, hit * self.block_size) for window in self._windows
+        )
+        return [
+            set(self._hit_blocks(pool, sequence, first, hit)) for pool, first in zip(self.pools, firsts, strict=True)
+        ]
+
+    def releasable(self, sequence: SequenceBlocks, besides: Sequence[set[BlockId]]) -> list[int]:
+        """Per group, blocks that become free when a sequence gives up its own; those in `besides` do not count."""
+        return [
+            sum(pool.is_sole(block) and block not in kept for block in table[freed:])
+            for pool, table, freed, kept in zip(self.pools, sequence.tables, sequence.freed, besides, strict=True)
+        ]
 
     def take_hit(self, sequence: SequenceBlocks, hit: int) -> None:
         """Fills empty tables with the first `hit` blocks found by `lookup`."""

@@ -12,6 +12,9 @@ from octavo.contracts import FinishReason, GenerateRequest, RequestId, RequestTi
 from octavo.engine.blocks import require
 from octavo.engine.kv import SequenceBlocks
 
+Order = tuple[float, int]
+"""What comes first, and the number of the request, by which equals are told apart."""
+
 
 class Status(Enum):
     """WAITING: never ran. RUNNING: holds a slot and blocks. PREEMPTED: ran, lost both, waits to run again. FINISHED: ended."""
@@ -41,11 +44,14 @@ class Request:
         "first_event_sent",
         "first_token_s",
         "in_flight",
+        "is_long",
         "last_token_s",
         "num_cached_tokens",
+        "num_charged",
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
+        "order",
         "prompt_logprobs",
         "scheduled_s",
         "slot",
@@ -54,9 +60,13 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, spec: GenerateRequest, blocks: SequenceBlocks, max_model_len: int) -> None:
+    def __init__(self, spec: GenerateRequest, blocks: SequenceBlocks, max_model_len: int, order: Order) -> None:
         sampling = spec.sampling
         self.spec = spec
+        self.order = order
+        """Where it stands among others, for life; see `policy`."""
+        self.is_long = False
+        """Whether what is to be computed of it takes so much of a step that it may have to wait for others of the kind."""
         self.status = Status.WAITING
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(spec.prompt_token_ids)
@@ -66,6 +76,8 @@ class Request:
         self.in_flight = False
         """A step that computes this request is submitted and not committed: its slot and blocks must stay."""
         self.num_cached_tokens: int | None = None
+        self.num_charged = 0
+        """Positions that the policy counted as service: those computed for the first time, and those that a first hit brought."""
         self.num_preemptions = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
         self.first_event_sent = False
@@ -164,7 +176,7 @@ class Request:
             error_message=error_message,
         )
 
-    def times(self, reason: FinishReason, now_s: float) -> RequestTimes:
+    def times(self, reason: FinishReason, now_s: float, error_code: str | None) -> RequestTimes:
         """The finished request's story."""
         return RequestTimes(
             request_id=self.spec.request_id,
@@ -178,4 +190,6 @@ class Request:
             num_generated_tokens=self.num_generated,
             num_preemptions=self.num_preemptions,
             max_tokens=self.spec.sampling.max_tokens,
+            tenant=self.spec.tenant,
+            error_code=error_code,
         )

@@ -3,26 +3,29 @@
 One rule covers prefill, chunked prefill, decode, prefix hits and recomputation after preemption: compute some of the
 known-but-not-computed tokens within the step's budget.
 
-- Running requests come first, in order of arrival, then waiting ones while budget is left. So only the last running one
-  can be partly computed when a step is planned; those before it take one token each, and since the budget is never below
-  the number of slots, every running request advances in every step, however long another's prompt is.
-- A waiting request is admitted when the pools can take all its known tokens and leave one block for each running request
-  to grow into: else it would soon be preempted and computed again. It takes blocks only as its chunks are computed. With
-  nothing running any accepted request fits, so the queue always moves.
-- A waiting request whose next block a running one is computing is parked until that block can be shared. Others may start
+- Every running request advances in every step: one token each, which the budget always holds as it is never below the number of slots.
+  What is left goes to partly computed prompts, but half of it only after those that wait had their turn. So a short prompt gets in
+  beside a long one however many tokens that has, and nothing is left unused.
+- A waiting request is admitted when the pools can take all its known tokens beside what the running ones are still to take: the rest of
+  their prompts, and one block each to grow into. Else it would soon be preempted and computed again. It takes blocks only as its chunks are
+  computed. One that finds no room is waited for; nobody passes it. With nothing running any accepted request fits, so the queue
+  always moves.
+- A waiting request whose next block a running one is computing is parked until that block can be shared. Those behind it may start
   meanwhile, but a slot stays reserved for it. Parked requests hold nothing, and what they wait for runs: no deadlock.
-- When a running request finds no block, the last-arrived running one is preempted: it loses slot and blocks, keeps its
-  tokens, and waits at the front of the queue. Its published blocks stay findable, so little is recomputed unless memory
-  is really short. The first-arrived one is never preempted for another, which is why everything finishes.
+- When a running request finds no block, one is preempted: it loses slot and blocks, keeps its tokens, and waits where it stood before.
+  Its published blocks stay findable, so little is recomputed unless memory is really short. A policy may also preempt to make room for
+  one that waits, and only if that is enough for it. The first in the policy's order is never preempted for want of blocks, which is why
+  everything finishes.
 
 `plan` decides and `commit` (or `fail`) applies. One plan is in flight at a time; in between `add`, `cancel`,
-`reset_prefix_cache` and `flush` may be called. No decision depends on a clock. This module does not know tensors, text, or
-where messages come from.
+`reset_prefix_cache` and `flush` may be called. The clock is read for the statistics and for deadlines; no other
+decision depends on it. This module does not know tensors, text, or where messages come from.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 
 from octavo.config import SchedulerConfig
@@ -33,6 +36,7 @@ from octavo.contracts import (
     GenerateRequest,
     KVLayout,
     RequestId,
+    Retention,
     RowPlan,
     RowResult,
     Slot,
@@ -42,13 +46,13 @@ from octavo.contracts import (
     TokenEvent,
 )
 from octavo.engine.blocks import require
+from octavo.engine.deadlines import Deadlines, Phase
 from octavo.engine.kv import KVManager, capacity_tokens
 from octavo.engine.parking import Parking
-from octavo.engine.policy import FirstComeFirstServed, WaitingQueue
 from octavo.engine.request import Request, Status
+from octavo.engine.settings import make_policy, prefill_bounds, token_budget
 from octavo.engine.tally import Tally
 from octavo.errors import (
-    ConfigError,
     ContextLengthError,
     EngineDeadError,
     EngineError,
@@ -56,20 +60,13 @@ from octavo.errors import (
     OctavoError,
 )
 
-DEFAULT_TOKEN_BUDGET = 512
-"""Tokens per step: enough rows for efficient matrix products, few enough that a decode beside a prefill stays fluent."""
-
-
-MAX_NUM_SEQS = 65_536
-"""Every slot costs memory from the start."""
-
 
 class Scheduler:
     """Owns all requests and block tables. Not thread-safe: one thread calls it.
 
     `max_model_len` in tokens. `namespace` stands for all that decides the bits of KV content besides tokens (weights,
-    arithmetic, KV format) and starts every key of the prefix cache. `clock` gives seconds for the statistics, on the clock
-    of `GenerateRequest.arrival_s`.
+    arithmetic, KV format) and starts every key of the prefix cache. `clock` gives seconds for statistics and deadlines, on the clock of
+    `GenerateRequest.arrival_s`.
 
     Raises ConfigError when the settings contradict each other.
     """
@@ -82,11 +79,11 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         namespace: bytes = b"",
-        waiting: WaitingQueue | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._budget = token_budget(config, max_model_len)
         self._chunked = config.enable_chunked_prefill
+        self._bounds = prefill_bounds(config, self._budget)
         self._num_slots = config.max_num_seqs
         self._max_model_len = max_model_len
         self._capacity = capacity_tokens(layout, self._budget)
@@ -99,11 +96,24 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         """All that are not finished."""
-        self._waiting: WaitingQueue = FirstComeFirstServed() if waiting is None else waiting
+        self._num_added = 0
+        self._policy = make_policy(config, self._size)
+        """Holds those that wait."""
         self._parking = Parking()
-        """Waiting requests that are not in the queue, because a running one computes what they need."""
+        """Those that wait outside of the policy's queue, because a running one computes what they need."""
+        self._pool_tokens = min(
+            (
+                count * layout.block_size
+                for group, count in zip(layout.groups, layout.num_blocks, strict=True)
+                if group.retention is Retention.FULL
+            ),
+            default=None,
+        )
+        self._deadlines = Deadlines(config)
         self._running: list[Request] = []
-        """In order of arrival: the last one is the first to be preempted."""
+        """In the policy's order."""
+        self._partial: list[Request] = []
+        """Those of the last plan that it does not compute to the end."""
         self._in_flight: list[Request] = []
         """Those of the plan in flight, row by row; some may have been cancelled meanwhile."""
         self._free_slots = [Slot(slot) for slot in reversed(range(config.max_num_seqs))]
@@ -133,7 +143,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot, preempted ones included."""
-        return len(self._waiting) + len(self._parking)
+        return len(self._policy) + len(self._parking)
 
     @property
     def kv_usage(self) -> float:
@@ -148,13 +158,17 @@ class Scheduler:
     def add(self, spec: GenerateRequest) -> None:
         """Takes in a request. One that can never run gets its terminal ERROR event with the next output."""
         require(spec.request_id not in self._requests, f"two requests have the id {spec.request_id}")
-        request = Request(spec, self._kv.sequence(spec.namespace), self._max_model_len)
+        self._num_added += 1
+        order = self._policy.order(spec, self._num_added)
+        request = Request(spec, self._kv.sequence(spec.namespace), self._max_model_len, order)
         self._requests[spec.request_id] = request
         refusal = self._refusal(request)
         if refusal is not None:
             self._end(request, _error_event(request, refusal))
-        else:
-            self._waiting.add(request)
+            return
+        request.is_long = self._is_long(request)
+        self._policy.arrive(request)
+        self._deadlines.begin(request, Phase.WAITING, spec.arrival_s)
 
     def cancel(self, request_ids: Iterable[RequestId]) -> None:
         """Ends requests in whatever state with an ABORT event. Ids that are unknown or finished are ignored.
@@ -165,11 +179,15 @@ class Scheduler:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            if request.status is Status.RUNNING:
-                self._running.remove(request)
-            elif not self._parking.remove(request):
-                self._waiting.remove(request)
+            self._withdraw(request)
             self._end(request, request.event(finish_reason=FinishReason.ABORT))
+
+    def _withdraw(self, request: Request) -> None:
+        """Takes a request out of where it runs or waits."""
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        elif not self._parking.remove(request):
+            self._policy.take(request)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks that no request holds."""
@@ -190,7 +208,7 @@ class Scheduler:
         now_s = self._clock()
         for request in self._requests.values():
             self._tally.events.append(_error_event(request, error))
-            self._tally.finished.append(request.times(FinishReason.ERROR, now_s))
+            self._tally.finished.append(request.times(FinishReason.ERROR, now_s, error.code))
         self._requests.clear()
 
     def _refusal(self, request: Request) -> OctavoError | None:
@@ -217,38 +235,94 @@ class Scheduler:
         require(not self._in_flight, "a plan was asked for while one is in flight")
         if not self._requests:
             return None
-        budget = self._budget
-        rows: list[RowPlan] = []
-        running = self._running
-        while len(rows) < len(running):
-            request = running[len(rows)]
-            if request.num_known - request.num_computed > self._kv.block_size:
-                request.num_computed = self._kv.pick_up(request.blocks, request.token_ids, request.max_hit_tokens)
-            count = min(request.num_known - request.num_computed, budget)
-            self._kv.slide(request.blocks, request.num_computed)
-            if self._kv.allocate(request.blocks, request.num_computed + count) is None:
-                self._preempt_last()
-                continue
-            rows.append(self._row(request, count))
-            budget -= count
-        starts = self._admit(budget, rows)
-        self._in_flight = running.copy()
-        require(bool(rows), "requests are unfinished but none can run")
-        for request in running:
+        now_s = self._clock()
+        self._expire(now_s)
+        if not self._requests:
+            return None
+        work: dict[Request, int] = {}
+        starts: dict[Request, SlotStart] = {}
+        self._partial = []
+        preempted = self._advance_running(work)
+        for request in self._parking.take_ready():
+            self._policy.put_back(request)
+        if len(self._policy):
+            self._admit(work, starts, preempted, now_s)
+        self._use_up(work)
+        require(len(work) == len(self._running) > 0, "requests are unfinished but some running one, or all, cannot run")
+        rows = [self._row(request, count) for request, count in work.items()]
+        for request in work:
             request.in_flight = True
+        self._in_flight = list(work)
         self._step += 1
         releases, self._releases = tuple(self._releases), []
         return StepPlan(
             step=self._step,
             releases=releases,
-            starts=tuple(starts),
+            starts=tuple(starts.values()),
             rows=tuple(rows),
-            num_tokens=sum(row.count for row in rows),
+            num_tokens=sum(work.values()),
         )
+
+    def _expire(self, now_s: float) -> None:
+        """Ends requests that are over a deadline."""
+        for request, error in self._deadlines.expired(now_s):
+            self._withdraw(request)
+            self._end(request, _error_event(request, error))
+
+    def _advance_running(self, work: dict[Request, int]) -> set[Request]:
+        """Gives every running request its tokens. Returns those that were preempted because blocks were short."""
+        running, preempted = tuple(self._running), set()
+        extra = self._extra([request for request in running if request.num_known - request.num_computed > 1])
+        for request in running:
+            if request in preempted:
+                continue
+            count = 1 + extra.get(request, 0)
+            self._kv.slide(request.blocks, request.num_computed)
+            while not self._give(work, request, count):
+                victim = self._policy.victim(self._running)
+                self._preempt(victim, work)
+                preempted.add(victim)
+                if victim is request:
+                    break
+        return preempted
+
+    def _extra(self, partial: list[Request]) -> dict[Request, int]:
+        """How many tokens, besides the one that each running request takes, partly computed ones take before those that wait."""
+        if not partial:
+            return {}
+        left, most = self._budget - len(self._running), self._bounds.chunk
+        if not len(self._policy):
+            most = left + 1
+        elif self._bounds.shares:
+            left //= 2
+        extra = {}
+        for request in self._policy.ranked(partial):
+            if request.num_known - request.num_computed > self._kv.block_size:
+                request.num_computed = self._kv.pick_up(request.blocks, request.token_ids, request.max_hit_tokens)
+            extra[request] = int(min(request.num_known - request.num_computed - 1, most - 1, left))
+            left -= extra[request]
+        return extra
+
+    def _give(self, work: dict[Request, int], request: Request, count: int) -> bool:
+        """Has a running request compute `count` tokens more than `work` says so far. False, with nothing changed, if blocks are short."""
+        end = request.num_computed + work.get(request, 0) + count
+        if self._kv.allocate(request.blocks, end) is None:
+            return False
+        work[request] = end - request.num_computed
+        if end < request.num_known:
+            self._partial.append(request)
+        # What is computed again is no service.
+        self._policy.charge(request, max(0, end - request.num_charged) + (end == request.num_known))
+        request.num_charged = max(request.num_charged, end)
+        return True
 
     def _row(self, request: Request, count: int) -> RowPlan:
         start = request.num_computed
         kept_blocks, new_blocks = self._kv.tell(request.blocks)
+        is_decode = count == 1 and request.num_generated > 0
+        self._tally.num_decode_rows += is_decode
+        self._tally.num_prefill_rows += not is_decode
+        self._tally.num_prefill_tokens += 0 if is_decode else count
         assert request.slot is not None
         return RowPlan(
             slot=request.slot,
@@ -260,48 +334,136 @@ class Scheduler:
             sample=start + count == request.num_known and not request.at_length_limit,
         )
 
-    def _admit(self, budget: int, rows: list[RowPlan]) -> list[SlotStart]:
-        """Starts waiting requests in their order while budget, slots and blocks last; appends their rows."""
-        starts: list[SlotStart] = []
-        now_s = self._clock()
-        for request in reversed(self._parking.take_ready()):
-            self._waiting.put_back(request)
-        while self._waiting and budget > 0 and len(self._free_slots) > len(self._parking):
-            request = self._waiting.peek()
-            hit = self._kv.lookup(request.blocks, request.token_ids, request.max_hit_tokens)
-            awaited = self._kv.awaited(request.blocks, hit, request.max_hit_tokens)
-            if awaited is not None:
-                self._waiting.remove(request)
-                self._parking.add(request, awaited)
-                continue
+    def _admit(
+        self,
+        work: dict[Request, int],
+        starts: dict[Request, SlotStart],
+        preempted: set[Request],
+        now_s: float,
+    ) -> None:
+        """Starts waiting requests in the policy's order while budget, slots and blocks last."""
+        budget = self._budget - sum(work.values())
+        reserve = self._reserve()
+
+        def held(request: Request) -> bool:
+            """Whether a long prompt that this step cannot hold whole must wait for others like it."""
+            ahead = sum(self._policy.is_ahead(other, request) for other in self._partial)
+            return ahead >= self._bounds.most and request.num_known - self._hit(request) * self._kv.block_size > budget
+
+        while budget > 0 and (request := self._policy.peek(held)) is not None and request not in preempted:
+            hit = self._hit(request)
             num_hit_tokens = hit * self._kv.block_size
             remaining = request.num_known - num_hit_tokens
+            if request.is_long != (remaining > self._bounds.long):
+                self._policy.take(request)
+                request.is_long = not request.is_long
+                self._policy.put_back(request)
+                continue
+            awaited = self._kv.awaited(request.blocks, hit, request.max_hit_tokens)
+            if awaited is not None and self._has_slot(request):
+                self._policy.take(request)
+                self._parking.add(request, awaited)
+                continue
             if remaining > budget and not self._chunked:
                 break
-            if not self._kv.fits(request.blocks, hit, request.num_known, reserve=len(self._running)):
-                break
-            self._waiting.remove(request)
-            self._running.append(request)
-            request.move(Status.RUNNING)
-            request.slot = self._free_slots.pop()
-            request.num_computed = num_hit_tokens
-            self._kv.take_hit(request.blocks, hit)
+            if not self._has_slot(request) or not self._kv.fits(request.blocks, hit, request.num_known, reserve):
+                victims = self._giving_way(request, hit, reserve, starts)
+                if not victims:
+                    break
+                for victim in victims:
+                    budget += work[victim]
+                    self._preempt(victim, work)
+                    preempted.add(victim)
+                    self._tally.num_displaced += 1
+                reserve = self._reserve()
             count = min(remaining, budget)
-            self._kv.claim(request.blocks, request.token_ids)
-            new_blocks = self._kv.allocate(request.blocks, num_hit_tokens + count)
-            require(new_blocks is not None, "blocks were counted but are not there")
-            starts.append(self._start(request))
-            rows.append(self._row(request, count))
+            if count < remaining and request.is_long and len(self._policy) > 1:
+                count = int(max(1, min(self._bounds.chunk, budget // 2)))
+            self._start(request, hit, now_s)
+            require(self._give(work, request, count), "blocks were counted but are not there")
+            starts[request] = self._slot_start(request)
             budget -= count
-            if request.scheduled_s is None:
-                request.scheduled_s = now_s
-                request.num_cached_tokens = num_hit_tokens
-                if self._kv.caching and request.prompt_logprobs is None:
-                    self._tally.prefix_cache_queries += request.num_prompt_tokens
-                    self._tally.prefix_cache_hits += num_hit_tokens
-        return starts
+            growth = self._kv.growth(request.blocks, request.num_known)
+            reserve = [kept + more for kept, more in zip(reserve, growth, strict=True)]
 
-    def _start(self, request: Request) -> SlotStart:
+    def _has_slot(self, request: Request) -> bool:
+        """Whether a slot is free that is not reserved for a parked request."""
+        free = len(self._free_slots)
+        if free > len(self._parking):
+            return True
+        return free > sum(self._policy.is_ahead(other, request) for other in self._parking)
+
+    def _hit(self, request: Request) -> int:
+        """Blocks of a waiting request that the prefix cache has."""
+        return self._kv.lookup(request.blocks, request.token_ids, request.max_hit_tokens)
+
+    def _is_long(self, request: Request) -> bool:
+        if request.num_known <= self._bounds.long:
+            return False
+        return request.num_known - self._hit(request) * self._kv.block_size > self._bounds.long
+
+    def _reserve(self) -> list[int]:
+        """Per group, blocks that the running requests are still to take: the rest of what they know, and one each to go on."""
+        reserve = [len(self._running) - len(self._partial)] * len(self._kv.pools)
+        for request in self._partial:
+            growth = self._kv.growth(request.blocks, request.num_known)
+            reserve = [kept + more for kept, more in zip(reserve, growth, strict=True)]
+        return reserve
+
+    def _size(self, request: Request) -> float:
+        """The share of slots or of blocks, whichever is larger, that a running request holds or a waiting one would."""
+        share = 1 / self._num_slots
+        if self._pool_tokens is None:
+            return share
+        num_tokens = request.blocks.num_tokens if request.status is Status.RUNNING else request.num_known
+        return max(share, num_tokens / self._pool_tokens)
+
+    def _giving_way(
+        self, request: Request, hit: int, reserve: list[int], starts: dict[Request, SlotStart]
+    ) -> list[Request]:
+        """The fewest running requests that make room for a waiting one by giving way, as the policy has it. None if all are not enough."""
+        candidates = [other for other in self._policy.yielding(request, self._running) if other not in starts]
+        if not candidates:
+            return []
+
+        def room(freed: list[int]) -> bool:
+            kept = [count - more for count, more in zip(reserve, freed, strict=True)]
+            return self._kv.fits(request.blocks, hit, request.num_known, kept)
+
+        # Counting what becomes free takes time, so first whether it could be enough.
+        most = -(-sum(other.blocks.num_tokens for other in candidates) // self._kv.block_size) + sum(reserve)
+        if not room([most] * len(reserve)):
+            return []
+        besides = self._kv.hit_blocks(request.blocks, hit)
+        freed = [0] * len(reserve)
+        for number, other in enumerate(candidates, start=1):
+            growth = self._kv.growth(other.blocks, other.num_known)
+            released = self._kv.releasable(other.blocks, besides)
+            freed = [sum(counts) for counts in zip(freed, growth, released, strict=True)]
+            if room(freed):
+                return candidates[:number]
+        return []
+
+    def _start(self, request: Request, hit: int, now_s: float) -> None:
+        """A waiting request takes a slot and what the prefix cache has of it."""
+        num_hit_tokens = hit * self._kv.block_size
+        self._policy.take(request)
+        insort(self._running, request, key=lambda running: running.order)
+        request.move(Status.RUNNING)
+        request.slot = self._free_slots.pop()
+        request.num_computed = num_hit_tokens
+        request.num_charged = max(request.num_charged, num_hit_tokens)
+        self._kv.take_hit(request.blocks, hit)
+        self._kv.claim(request.blocks, request.token_ids)
+        if request.scheduled_s is None:
+            request.scheduled_s = now_s
+            self._deadlines.begin(request, Phase.PREFILL, now_s)
+            request.num_cached_tokens = num_hit_tokens
+            if self._kv.caching and request.prompt_logprobs is None:
+                self._tally.prefix_cache_queries += request.num_prompt_tokens
+                self._tally.prefix_cache_hits += num_hit_tokens
+
+    def _slot_start(self, request: Request) -> SlotStart:
         assert request.slot is not None
         return SlotStart(
             slot=request.slot,
@@ -311,13 +473,31 @@ class Scheduler:
             sampling=request.spec.sampling,
         )
 
-    def _preempt_last(self) -> None:
-        request = self._running.pop()
+    def _use_up(self, work: dict[Request, int]) -> None:
+        """Gives what the step has left to prompts that are partly computed."""
+        left = self._budget - sum(work.values())
+        if not self._partial or left == 0:
+            return
+        partial, self._partial = self._policy.ranked(self._partial), []
+        for request in partial:
+            more = min(left, request.num_known - request.num_computed - work[request])
+            if more and self._give(work, request, more):
+                left -= more
+            else:
+                self._partial.append(request)
+
+    def _preempt(self, request: Request, work: dict[Request, int]) -> None:
+        """Takes slot and blocks from a running request, which waits again."""
+        self._running.remove(request)
+        work.pop(request, None)
+        if request in self._partial:
+            self._partial.remove(request)
         request.move(Status.PREEMPTED)
         request.num_preemptions += 1
         request.num_computed = 0
         self._release(request)
-        self._waiting.put_back(request)
+        request.is_long = self._is_long(request)
+        self._policy.put_back(request)
         self._tally.num_preemptions += 1
 
     # --- commit -----------------------------------------------------------------------------------------------------
@@ -390,6 +570,7 @@ class Scheduler:
             self._tally.num_generated_tokens += 1
             if request.first_token_s is None:
                 request.first_token_s = now_s
+                self._deadlines.begin(request, Phase.DECODE, now_s)
                 self._tally.ttft_s.append(now_s - request.spec.arrival_s)
                 self._tally.num_prompt_tokens += request.num_prompt_tokens
             else:
@@ -412,8 +593,10 @@ class Scheduler:
         assert event.finish_reason is not None
         del self._requests[request.request_id]
         request.move(Status.FINISHED)
+        self._deadlines.end(request)
+        self._policy.leave(request)
         self._tally.events.append(event)
-        self._tally.finished.append(request.times(event.finish_reason, self._clock()))
+        self._tally.finished.append(request.times(event.finish_reason, self._clock(), event.error_code))
         if not request.in_flight:
             self._release(request)
 
@@ -433,6 +616,7 @@ class Scheduler:
             step=self._step,
             num_running=num_running,
             num_waiting=num_waiting,
+            num_deferred=len(self._parking) + self._policy.num_held(self._partial, self._bounds.most),
             kv_usage=kv_usage,
             step_s=step_s,
             work=work,
@@ -449,7 +633,7 @@ class Scheduler:
         holders = self._running + cancelled
         for request in self._running:
             require(request.status is Status.RUNNING, f"{request.request_id} runs but is {request.status.name}")
-        for request in (*self._waiting, *self._parking):
+        for request in (*self._policy, *self._parking):
             require(
                 request.status in (Status.WAITING, Status.PREEMPTED),
                 f"{request.request_id} waits but is {request.status.name}",
@@ -459,10 +643,10 @@ class Scheduler:
                 request.blocks.num_tokens == 0 and request.num_computed == 0,
                 f"{request.request_id} waits but holds blocks",
             )
-        known = {request.request_id for request in (*self._running, *self._waiting, *self._parking)}
+        known = {request.request_id for request in (*self._running, *self._policy, *self._parking)}
         require(known == set(self._requests), "a request is lost: neither running nor waiting")
         require(
-            len(known) == len(self._running) + len(self._waiting) + len(self._parking),
+            len(known) == len(self._running) + self.num_waiting,
             "a request is both running and waiting, or twice in one",
         )
         slots = [request.slot for request in holders] + self._free_slots
@@ -470,8 +654,8 @@ class Scheduler:
         require(None not in slots, "a running request has no slot")
         require(len(self._releases) == len(set(self._releases)), "a slot is released twice")
         require(set(self._releases) <= set(self._free_slots), "a slot in use is to be released")
-        partial = [request for request in self._running[:-1] if request.num_known - request.num_computed > 1]
-        require(bool(self._in_flight) or not partial, "a running request before the last is partly computed")
+        orders = [request.order for request in self._running]
+        require(orders == sorted(orders), "running requests are not in order")
         for request in holders:
             room, computed = request.blocks.num_tokens, request.num_computed
             require(computed <= room, f"{request.request_id}: {computed} tokens computed, room for {room}")
@@ -492,30 +676,3 @@ class Scheduler:
 
 def _error_event(request: Request, error: OctavoError) -> TokenEvent:
     return request.event(finish_reason=FinishReason.ERROR, error_code=error.code, error_message=error.message)
-
-
-def token_budget(config: SchedulerConfig, max_model_len: int) -> int:
-    """Most tokens computed in one step: as configured, else enough for the settings beside it.
-
-    Raises ConfigError when the settings contradict each other.
-    """
-    budget = config.max_num_batched_tokens
-    if budget is None:
-        budget = max(DEFAULT_TOKEN_BUDGET, config.max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
-    if not 1 <= config.max_num_seqs <= MAX_NUM_SEQS:
-        raise ConfigError(
-            f"--max-num-seqs is {config.max_num_seqs}; it must be 1 to {MAX_NUM_SEQS}", param="max_num_seqs"
-        )
-    if budget < config.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens ({budget}) is below --max-num-seqs ({config.max_num_seqs}), so a step could not serve all running "
-            "sequences; raise the first or lower the second",
-            param="max_num_batched_tokens",
-        )
-    if not config.enable_chunked_prefill and budget < max_model_len:
-        raise ConfigError(
-            f"--no-enable-chunked-prefill computes a prompt in one step, so --max-num-batched-tokens ({budget}) must be at least "
-            f"--max-model-len ({max_model_len}); raise the first or lower the second",
-            param="max_num_batched_tokens",
-        )
-    return budget

@@ -18,7 +18,11 @@ class Tally:
         self.itl_s: list[float] = []
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.num_prefill_rows = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_rows = 0
         self.num_preemptions = 0
+        self.num_displaced = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
 
@@ -28,6 +32,7 @@ class Tally:
         step: int,
         num_running: int,
         num_waiting: int,
+        num_deferred: int,
         kv_usage: float,
         step_s: float,
         work: ForwardWork | None,
@@ -39,10 +44,15 @@ class Tally:
                 step=step,
                 num_running=num_running,
                 num_waiting=num_waiting,
+                num_deferred=num_deferred,
                 kv_usage=kv_usage,
                 num_prompt_tokens=self.num_prompt_tokens,
                 num_generated_tokens=self.num_generated_tokens,
+                num_prefill_rows=self.num_prefill_rows,
+                num_prefill_tokens=self.num_prefill_tokens,
+                num_decode_rows=self.num_decode_rows,
                 num_preemptions=self.num_preemptions,
+                num_displaced=self.num_displaced,
                 prefix_cache_queries=self.prefix_cache_queries,
                 prefix_cache_hits=self.prefix_cache_hits,
                 step_s=step_s,

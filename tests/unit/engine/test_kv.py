@@ -165,13 +165,13 @@ def test_admission_counts_shared_blocks_once_and_keeps_a_reserve() -> None:
     hit = kv.lookup(second, TOKENS, 99)
     assert hit == 2
     # 24 tokens are 6 blocks, of which 2 are held by the first sequence and 4 are free.
-    assert kv.fits(second, hit, 24, 0)
-    assert not kv.fits(second, hit, 24, 1)
-    assert not kv.fits(second, 0, 24, 0)
+    assert kv.fits(second, hit, 24, [0])
+    assert not kv.fits(second, hit, 24, [1])
+    assert not kv.fits(second, 0, 24, [0])
     kv.free(first)
     # Now the hit itself takes two of the six free blocks.
-    assert kv.fits(second, hit, 24, 0)
-    assert not kv.fits(second, hit, 25, 0)
+    assert kv.fits(second, hit, 24, [0])
+    assert not kv.fits(second, hit, 25, [0])
 
 
 def test_capacity_is_what_the_smallest_full_pool_holds() -> None:

@@ -1,0 +1,118 @@
+"""What a scheduler's configuration comes to: tokens per step, bounds on long prompts, the policy. Contradictions are found here.
+
+This module does not know requests' states or steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from octavo.config import SchedulerConfig
+from octavo.engine.policy import Fair, FirstComeFirstServed, Policy, Priority, Size
+from octavo.errors import ConfigError
+
+DEFAULT_TOKEN_BUDGET = 512
+"""Tokens per step: enough rows for efficient matrix products, few enough that a decode beside a prefill stays fluent."""
+
+MAX_NUM_SEQS = 65_536
+"""Every slot costs memory from the start."""
+
+DEFAULT_PRIORITY_AGEING_S = 60.0
+
+
+def token_budget(config: SchedulerConfig, max_model_len: int) -> int:
+    """Most tokens computed in one step: as configured, else enough for the settings beside it.
+
+    Raises ConfigError when the settings contradict each other.
+    """
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        budget = max(DEFAULT_TOKEN_BUDGET, config.max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
+    if not 1 <= config.max_num_seqs <= MAX_NUM_SEQS:
+        raise ConfigError(
+            f"--max-num-seqs is {config.max_num_seqs}; it must be 1 to {MAX_NUM_SEQS}", param="max_num_seqs"
+        )
+    if budget < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens ({budget}) is below --max-num-seqs ({config.max_num_seqs}), so a step could not serve all running "
+            "sequences; raise the first or lower the second",
+            param="max_num_batched_tokens",
+        )
+    if not config.enable_chunked_prefill and budget < max_model_len:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill computes a prompt in one step, so --max-num-batched-tokens ({budget}) must be at least "
+            f"--max-model-len ({max_model_len}); raise the first or lower the second",
+            param="max_num_batched_tokens",
+        )
+    return budget
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBounds:
+    """`long`: tokens beyond which what is to be computed of a request is long. `chunk`: most tokens of a long one in a step while others
+    wait. `most`: long ones that are partly computed at the same time. `shares`: whether half of what decodes leave of a step is kept for
+    those that wait."""
+
+    long: float
+    chunk: float
+    most: int
+    shares: bool
+
+
+def prefill_bounds(config: SchedulerConfig, budget: int) -> PrefillBounds:
+    """The bounds on long prompts in steps of `budget` tokens.
+
+    Raises ConfigError for bounds given with chunked prefill off, which splits nothing.
+    """
+    threshold, most = config.long_prefill_token_threshold, config.max_long_partial_prefills
+    if not config.enable_chunked_prefill:
+        for flag, value in (("long-prefill-token-threshold", threshold), ("max-long-partial-prefills", most)):
+            if value is not None:
+                raise ConfigError(
+                    f"--{flag} says how long prompts are split, which --no-enable-chunked-prefill rules out; leave out one of them",
+                    param=flag.replace("-", "_"),
+                )
+    if threshold == 0 or not config.enable_chunked_prefill:
+        return PrefillBounds(long=math.inf, chunk=math.inf, most=most or 1, shares=False)
+    if threshold is None:
+        return PrefillBounds(long=budget // 2, chunk=math.inf, most=most or 1, shares=True)
+    return PrefillBounds(long=threshold, chunk=threshold, most=most or 1, shares=True)
+
+
+def tenant_weights(config: SchedulerConfig) -> dict[str, float]:
+    """Weights by tenant. Raises ConfigError for one that is no positive number, or given twice."""
+    weights: dict[str, float] = {}
+    for text in config.tenant_weights:
+        name, _, number = text.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0.0 < weight < math.inf:
+            raise ConfigError(
+                f"--tenant-weights has {text[:80]!r}; expected NAME=NUMBER with a number above 0",
+                param="tenant_weights",
+            )
+        if name in weights:
+            raise ConfigError(
+                f"--tenant-weights names {name[:80]!r} twice; give each tenant once", param="tenant_weights"
+            )
+        weights[name] = weight
+    return weights
+
+
+def make_policy(config: SchedulerConfig, size: Size) -> Policy:
+    """The configured policy. Raises ConfigError for settings of a policy that is not the configured one."""
+    policy = config.scheduling_policy
+    for flag, given, needed in (
+        ("priority-ageing", config.priority_ageing is not None, "priority"),
+        ("tenant-weights", bool(config.tenant_weights), "fair"),
+    ):
+        if given and policy != needed:
+            raise ConfigError(
+                f"--{flag} needs --scheduling-policy {needed}, but it is {policy}", param=flag.replace("-", "_")
+            )
+    if policy == "priority":
+        return Priority(config.priority_ageing or DEFAULT_PRIORITY_AGEING_S)
+    return Fair(tenant_weights(config), size) if policy == "fair" else FirstComeFirstServed()
