@@ -50,6 +50,8 @@ MAX_TOKENS = 2**31 - 1
 """Largest number of tokens a field may name; what the context has room for is the real bound."""
 MAX_TEMPERATURE = 100.0
 """Highest temperature offline; the HTTP API keeps OpenAI's 2."""
+MAX_STREAM_INTERVAL = 1024
+"""`stream_interval`: tokens in one chunk of a stream."""
 MAX_PRIORITY = 2**31
 """`priority` is from minus this up to, but not including, this."""
 MAX_SALT_CHARACTERS = 1024

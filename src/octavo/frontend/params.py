@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import InvalidRequestError, UnsupportedFieldError
+from octavo.errors import InvalidRequestError
 from octavo.limits import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -37,9 +37,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     min_tokens: no end before so many tokens; at most max_tokens. logprobs, prompt_logprobs: number of alternatives, 0
     for the token alone, -1 for the whole vocabulary, None for off; bounded by the server's max_logprobs. detokenize:
     False leaves all text empty. logit_bias: token id -> -100..100, up to 1,024 ids. allowed_token_ids: only these.
-    bad_words: up to 1,024 texts never generated. spaces_between_special_tokens: only True is implemented.
+    bad_words: up to 1,024 texts never generated. spaces_between_special_tokens: one text either way,
+    as with vLLM's fast tokenizers, which put no spaces there.
 
-    Raises InvalidRequestError or UnsupportedFieldError whose `param` is the field.
+    Raises InvalidRequestError whose `param` is the field.
     """
 
     n: int = 1
@@ -86,11 +87,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", param=name)
-        if not self.spaces_between_special_tokens:
-            raise UnsupportedFieldError(
-                "spaces_between_special_tokens=false is not supported: leave it out",
-                param="spaces_between_special_tokens",
-            )
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,9 +24,19 @@ from octavo.text.template import ChatPrompt, encode_chat
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """A wish to have an over-long prompt cut to `count` tokens, -1 for as many as leave room for the answer. "left" drops its
+    beginning, "right" its end.
+    """
+
+    count: int
+    side: Literal["left", "right"] = "left"
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A validated request: n engine requests with one prompt. `prompt` is the rendered text, None when ids were
-    given.
+    """A validated request: n engine requests with one prompt. `prompt` is the rendered text, None when ids were given or it was
+    cut.
     """
 
     requests: tuple[GenerateRequest, ...]
@@ -58,19 +68,23 @@ class RequestBuilder:
         cache_salt: str | None = None,
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
     ) -> Prepared:
         """A completion of a text or of token ids.
 
         An empty prompt is refused unless the tokenizer puts a beginning-of-sequence token before it; an over-long one
-        is refused, never cut. `cache_salt` keeps the prompt's cached blocks apart from those of other salts. Raises
-        InvalidRequestError, ContextLengthError.
+        is refused, never cut unless `truncation` asks for it. `cache_salt` keeps the prompt's cached blocks apart from
+        those of other salts. Raises InvalidRequestError, ContextLengthError.
         """
         if isinstance(prompt, str):
             text: str | None = prompt
-            token_ids = tuple(self.tokenize(prompt, add_special_tokens=add_special_tokens))
+            if truncation is None:
+                self.check_characters(len(prompt))
+            token_ids = tuple(self.model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         else:
             text = None
-            token_ids = self.check_token_ids("prompt", prompt)
+            token_ids = self.check_token_ids("prompt", prompt, bounded=truncation is None)
+        text, token_ids = self._truncated(text, token_ids, params, truncation)
         return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s)
 
     def build_chat(
@@ -86,13 +100,22 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_s: float | None = None,
+        truncation: Truncation | None = None,
     ) -> Prepared:
         """An answer to a conversation, through the model's chat template.
 
         Raises InvalidRequestError also when the model has no usable template, ContextLengthError.
         """
-        prompt = self._render(messages, add_generation_prompt, continue_final_message, chat_template_kwargs, tools)
-        return self._prepare(prompt.text, tuple(prompt.token_ids), params, tenant, priority, cache_salt, arrival_s)
+        prompt = self._render(
+            messages,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs,
+            tools,
+            bounded=truncation is None,
+        )
+        text, token_ids = self._truncated(prompt.text, tuple(prompt.token_ids), params, truncation)
+        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text as `build` makes them. Raises InvalidRequestError, ContextLengthError for far too long a
@@ -122,12 +145,15 @@ class RequestBuilder:
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        bounded: bool = True,
     ) -> ChatPrompt:
         template = self.model.chat_template
         if template is None:
             problem = self.model.chat_template_error or "this model has no chat template"
             raise InvalidRequestError(problem, param="messages")
-        self.check_characters(sum(_count_characters(message) for message in messages))
+        if bounded:
+            self.check_characters(sum(_count_characters(message) for message in messages))
         return encode_chat(
             self.model.tokenizer,
             template,
@@ -138,13 +164,34 @@ class RequestBuilder:
             kwargs=chat_template_kwargs,
         )
 
-    def check_token_ids(self, field: str, token_ids: Iterable[Any]) -> tuple[int, ...]:
+    def _truncated(
+        self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, truncation: Truncation | None
+    ) -> tuple[str | None, tuple[int, ...]]:
+        """The prompt as the caller wants it cut; a cut one is no longer the text. A beginning-of-sequence token stays."""
+        if truncation is None:
+            return text, token_ids
+        count = truncation.count
+        if count == -1:
+            count = max(self._limit - (params.max_tokens or 1), 1)
+        if not 1 <= count <= self._limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {truncation.count}; it must be -1 or from 1 to {self._limit}",
+                param="truncate_prompt_tokens",
+            )
+        if len(token_ids) <= count:
+            return text, token_ids
+        if truncation.side == "right":
+            return None, token_ids[:count]
+        head = token_ids[:1] if token_ids[0] == self.model.tokenizer.bos_token_id else ()
+        return None, head + token_ids[len(token_ids) - count + len(head) :]
+
+    def check_token_ids(self, field: str, token_ids: Iterable[Any], *, bounded: bool = True) -> tuple[int, ...]:
         """The ids as a tuple, every one known to the model. Raises InvalidRequestError, ContextLengthError for too
-        many.
+        many of a prompt that is to be `bounded`.
         """
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
             raise InvalidRequestError(f"{field} must be a text or a list of token ids", param=field)
-        if field == "prompt" and len(token_ids) > self._limit:
+        if field == "prompt" and bounded and len(token_ids) > self._limit:
             raise self._too_long(len(token_ids), None)
         vocab_size = self.model.vocab_size
         for token in token_ids:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, UnsupportedFieldError
 from octavo.frontend.outputs import Delta, LogprobEntry
 from octavo.frontend.requests import Prepared
 from octavo.server.auth import tenant_of
@@ -22,8 +23,10 @@ from octavo.server.generation import (
     json_response,
     prompt_logprobs_json,
     stream,
+    stream_interval,
     stream_options,
     token_string,
+    truncation,
     whole,
 )
 from octavo.server.protocol import (
@@ -46,6 +49,7 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
     model = context.model_name(body.model)
     options = stream_options(body.stream, body.stream_options)
     headers = {"x-request-id": echoed} if (echoed := client_request_id(request, body.request_id)) else {}
+    interval = stream_interval(body.stream, body.stream_interval)
     prepared = await context.off_loop(size, lambda: _prepare(context, request, body))
     ids, usage = Ids("chatcmpl", model), UsageCount([prepared])
     if not body.stream:
@@ -62,9 +66,10 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
             started.add(delta.index)
             yield ChatChunk(
                 **ids.fields(),
-                choices=[ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))],
+                choices=[ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=_echo(body)))],
                 usage=now,
                 prompt_token_ids=prepared.prompt_token_ids if first and body.return_token_ids else UNSET,
+                prompt_text=_prompt_text(context, prepared) if first and body.return_prompt_text else UNSET,
                 prompt_logprobs=prompt_logprobs_json(delta.prompt_logprobs)
                 if first and delta.prompt_logprobs is not None
                 else UNSET,
@@ -84,7 +89,7 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
     def last() -> msgspec.Struct | None:
         return ChatChunk(**ids.fields(), choices=[], usage=usage.usage()) if options.include_usage else None
 
-    return await stream(context, request, [prepared], render, last, headers)
+    return await stream(context, request, [prepared], render, last, headers, interval)
 
 
 def _prepare(context: Context, request: Request, body: ChatCompletionRequest) -> Prepared:
@@ -118,10 +123,54 @@ def _prepare(context: Context, request: Request, body: ChatCompletionRequest) ->
         if body.add_generation_prompt is not None
         else not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=_template_kwargs(context, body),
         tenant=tenant_of(request),
         cache_salt=body.cache_salt,
+        truncation=truncation(body),
     )
+
+
+def _template_kwargs(context: Context, body: ChatCompletionRequest) -> dict[str, Any]:
+    """The template's variables that have request fields of their own. One that the template does not look at would be ignored, so
+    it is refused.
+    """
+    kwargs = dict(body.chat_template_kwargs or {})
+    template = context.model.chat_template
+
+    def give(field: str, name: str, value: Any) -> None:
+        if name in kwargs:
+            raise InvalidRequestError(f"{field} and chat_template_kwargs.{name} are both given; give one", param=field)
+        kwargs[name] = value
+
+    if template is None:
+        return kwargs
+    if body.documents:
+        if not template.mentions("documents"):
+            raise UnsupportedFieldError(
+                "documents: this model's chat template has no place for them", param="documents"
+            )
+        give("documents", "documents", body.documents)
+    if body.reasoning_effort is not None:
+        if template.mentions("reasoning_effort"):
+            give("reasoning_effort", "reasoning_effort", body.reasoning_effort)
+        elif template.mentions("enable_thinking"):
+            give("reasoning_effort", "enable_thinking", body.reasoning_effort != "none")
+        elif body.reasoning_effort != "none":
+            raise UnsupportedFieldError(
+                "reasoning_effort: this model's chat template does not reason; leave it out", param="reasoning_effort"
+            )
+    return kwargs
+
+
+def _echo(body: ChatCompletionRequest) -> str:
+    """With echo, the beginning of the assistant's message that the request gave."""
+    last = body.messages[-1] if body.messages else {}
+    if not body.echo or not body.continue_final_message or last.get("role") != "assistant":
+        return ""
+    content = last.get("content")
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content or ())
 
 
 async def _whole(
@@ -149,16 +198,23 @@ async def _whole(
             usage=usage.usage(),
             prompt_logprobs=prompt_logprobs_json(prompt_logprobs) if prompt_logprobs is not None else UNSET,
             prompt_token_ids=prepared.prompt_token_ids if body.return_token_ids else UNSET,
+            prompt_text=_prompt_text(context, prepared) if body.return_prompt_text else UNSET,
         )
 
     return await json_response(build, headers, [prepared])
+
+
+def _prompt_text(context: Context, prepared: Prepared) -> str:
+    if prepared.prompt is not None:
+        return prepared.prompt
+    return context.model.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
 
 
 def _choice(index: int, deltas: Sequence[Delta], body: ChatCompletionRequest) -> ChatChoice:
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     return ChatChoice(
         index=index,
-        message=ChatMessage("".join(delta.text for delta in deltas)),
+        message=ChatMessage(_echo(body) + "".join(delta.text for delta in deltas)),
         logprobs=_logprobs(entries, body) if body.logprobs else None,
         finish_reason=str(deltas[-1].finish_reason),
         stop_reason=deltas[-1].stop_reason,

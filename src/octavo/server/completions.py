@@ -26,8 +26,10 @@ from octavo.server.generation import (
     more,
     prompt_logprobs_json,
     stream,
+    stream_interval,
     stream_options,
     token_string,
+    truncation,
     whole,
 )
 from octavo.server.protocol import CompletionRequest, TextChoice, TextCompletion, TextLogprobs
@@ -39,6 +41,7 @@ async def completions(context: Context, request: Request) -> ASGIApp:
     model = context.model_name(body.model)
     options = stream_options(body.stream, body.stream_options)
     headers = {"x-request-id": echoed} if (echoed := client_request_id(request, body.request_id)) else {}
+    interval = stream_interval(body.stream, body.stream_interval)
     prepared = await context.off_loop(size, lambda: _prepare(context, request, body))
     ids, usage = Ids("cmpl", model), UsageCount(prepared)
     writers = [_Writer(context, body, one) for one in prepared for _ in range(one.num_choices)]
@@ -89,7 +92,7 @@ async def completions(context: Context, request: Request) -> ASGIApp:
     def last() -> msgspec.Struct | None:
         return TextCompletion(**ids.fields(), choices=[], usage=usage.usage()) if options.include_usage else None
 
-    return await stream(context, request, prepared, render, last, headers)
+    return await stream(context, request, prepared, render, last, headers, interval)
 
 
 def _prompts(prompt: str | list[object]) -> list[str | list[int]]:
@@ -141,6 +144,7 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
             tenant=tenant_of(request),
             cache_salt=body.cache_salt,
             add_special_tokens=body.add_special_tokens is not False,
+            truncation=truncation(body),
         )
         for prompt in prompts
     ]

@@ -17,10 +17,12 @@ from starlette.types import ASGIApp
 from octavo.contracts import FinishReason
 from octavo.errors import EngineError, InvalidRequestError, NotReadyError, OctavoError
 from octavo.frontend.outputs import Delta, LogprobEntry
-from octavo.frontend.requests import Prepared
+from octavo.frontend.requests import Prepared, Truncation
+from octavo.frontend.stream import merge
+from octavo.limits import MAX_STREAM_INTERVAL
 from octavo.server.context import Context
 from octavo.server.errors import error_body
-from octavo.server.protocol import PromptTokensDetails, StreamOptions, Usage
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, PromptTokensDetails, StreamOptions, Usage
 from octavo.server.sse import DONE, EventStream, event
 
 LOGPROB_FLOOR = -9999.0  # JSON has no -inf
@@ -80,6 +82,51 @@ def stream_options(stream: bool | None, options: StreamOptions | None) -> Stream
     return options or StreamOptions()
 
 
+def stream_interval(is_stream: bool | None, interval: int | None) -> int:
+    """Tokens to collect for a chunk, checked. Raises InvalidRequestError."""
+    if interval is None:
+        return 1
+    if not is_stream:
+        raise InvalidRequestError("stream_interval is only allowed when stream is true", param="stream_interval")
+    if not 1 <= interval <= MAX_STREAM_INTERVAL:
+        raise InvalidRequestError(
+            f"stream_interval is {interval}; it must be from 1 to {MAX_STREAM_INTERVAL}", param="stream_interval"
+        )
+    return interval
+
+
+def truncation(body: ChatCompletionRequest | CompletionRequest) -> Truncation | None:
+    """How the request wants an over-long prompt cut, if it does. Raises InvalidRequestError."""
+    if body.truncate_prompt_tokens is None:
+        if body.truncation_side is not None:
+            raise InvalidRequestError("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+        return None
+    return Truncation(body.truncate_prompt_tokens, body.truncation_side or "left")
+
+
+class _Pacer:
+    """Holds deltas of a choice back until `interval` tokens have come; the first one and the last one pass at once."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: dict[tuple[int, int], list[Delta]] = {}
+
+    def pass_on(self, prompt: int, delta: Delta) -> Delta | None:
+        """What is due now. An error is never merged with what came before it, which is dropped: the stream ends there."""
+        if self._interval == 1 or delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            return delta
+        key = (prompt, delta.index)
+        held = self._held.get(key)
+        if held is None:
+            self._held[key] = []
+            return delta
+        held.append(delta)
+        if delta.finish_reason is None and sum(len(one.token_ids) for one in held) < self._interval:
+            return None
+        self._held[key] = []
+        return merge(held)
+
+
 async def whole(
     context: Context, request: Request, prepared: Sequence[Prepared], take: Callable[[int, Delta], None]
 ) -> None:
@@ -98,8 +145,10 @@ async def stream(
     render: Callable[[int, Delta], Iterable[msgspec.Struct]],
     last: Callable[[], msgspec.Struct | None],
     headers: dict[str, str],
+    interval: int = 1,
 ) -> ASGIApp:
-    """Runs as a stream: chunks of `render(prompt, delta)`, then `last()` if any, then [DONE].
+    """Runs as a stream: chunks of `render(prompt, delta)`, then `last()` if any, then [DONE]. Deltas of a choice are put together
+    until they hold `interval` tokens.
 
     An error before the first delta is raised, so that it becomes a plain HTTP error; a later one is an error event that ends the
     stream without a finish reason.
@@ -122,11 +171,16 @@ async def stream(
         is_long = delta.prompt_logprobs is not None
         return await asyncio.to_thread(work, prompt, delta) if is_long else work(prompt, delta)
 
+    pacer = _Pacer(interval)
+    pacer.pass_on(first_prompt, first)
+
     async def pieces() -> AsyncIterator[bytes]:
         async with stack:
             for piece in await rendered(first_prompt, first):
                 yield piece
-            async for prompt, delta in deltas:
+            async for prompt, arrived in deltas:
+                if (delta := pacer.pass_on(prompt, arrived)) is None:
+                    continue
                 if (failed := failure(delta)) is not None:
                     yield event(error_body(failed))
                     return

@@ -8,14 +8,19 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from octavo.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
 from octavo.frontend.params import SamplingParams
 from octavo.limits import MAX_JSON_DEPTH, MAX_JSON_PARTS, is_deeper
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,13 +55,22 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream_interval: int | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    user: str | None = None  # a label for the caller's own books; by definition no answer depends on it
+    # Labels for the caller's own books; by definition no answer depends on them.
+    user: str | None = None
+    safety_identifier: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: Metadata | None = None
 
     def sampling(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else OpenAI's."""
@@ -71,7 +85,7 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 _SAMPLING_FIELDS = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "n", "seed", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "temperature", "top_p", "top_k", "min_p", "allowed_token_ids", "bad_words",
-    "skip_special_tokens", "prompt_logprobs",
+    "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -92,7 +106,11 @@ class ChatCompletionRequest(_Generation, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = None
 
 
 class CompletionRequest(_Generation, frozen=True, kw_only=True):
@@ -140,27 +158,30 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "spaces_between_special_tokens": (True,),
     "chat_template": (),
-    "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
     "priority": (0,),
-    "truncate_prompt_tokens": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
-    "prompt_cache_key": (),
-    "safety_identifier": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
     "logprob_token_ids": (),
+    "return_token_offsets": (False,),
     "prompt_embeds": (),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "media_io_kwargs": (),
     "mm_processor_kwargs": (),
+    "mm_payload": (),
+    "return_mm_kwargs": (False,),
     "vllm_xargs": (),
+    "watermarking": (False,),
+    "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (),
+    "moderation": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
     "include_reasoning": (True,),
@@ -300,6 +321,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str | None = None
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -332,6 +354,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,10 @@ class ChatTemplate:
             ) from error
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelFileError(f"the chat template cannot be compiled: {error}", param="chat_template") from error
+
+    def mentions(self, name: str) -> bool:
+        """Whether the template looks at a variable of this name, as far as its text tells."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     def render(
         self,

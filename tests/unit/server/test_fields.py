@@ -1,0 +1,166 @@
+"""Request fields beside sampling: what each does, and that those not built are refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from octavo.errors import UnsupportedFieldError
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, decode
+from octavo.text.template import ChatTemplate
+from support.asgi import Call, application
+from support.scripted import EOS, model_of, spell
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+ASK = [{"role": "user", "content": "hello"}]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if documents %}{{ documents | map(attribute='text') | join(',') }}{% endif %}{{ reasoning_effort }}"
+)
+
+
+def answer(path: str, body: dict[str, Any], script: Any = None, **options: Any) -> tuple[int, Any]:
+    async def main() -> tuple[int, Any]:
+        async with application([*spell("abcdefgh"), EOS] if script is None else script, **options) as (app, _):
+            call = Call(app, path, body)
+            result = await call.run()
+            return call.status, result
+
+    return asyncio.run(main())
+
+
+def chunks(stream: bytes) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in stream.decode().split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def prompt_of(body: dict[str, Any], path: str = CHAT, **options: Any) -> list[int]:
+    status, result = answer(path, {"max_tokens": 1, "return_token_ids": True, **body}, **options)
+    assert status == 200, result
+    return result["prompt_token_ids"] if path == CHAT else result["choices"][0]["prompt_token_ids"]
+
+
+def test_truncation_keeps_the_end_or_the_beginning() -> None:
+    text = "0123456789"
+    for side, kept in ((None, "6789"), ("left", "6789"), ("right", "0123")):
+        fields = {"truncate_prompt_tokens": 4, "truncation_side": side}
+        for prompt in (text, spell(text)):
+            assert prompt_of({"prompt": prompt, **fields}, TEXT) == spell(kept)
+    assert prompt_of({"prompt": text, "truncate_prompt_tokens": 10}, TEXT) == spell(text)
+    whole = prompt_of({"messages": ASK})
+    assert prompt_of({"messages": ASK, "truncate_prompt_tokens": 5}) == whole[-5:]
+
+
+def test_truncation_to_what_fits_makes_room_for_the_answer() -> None:
+    model = model_of(max_model_len=32)
+    for prompt in ("x" * 900, spell("y" * 900)):
+        kept = prompt_of({"prompt": prompt, "truncate_prompt_tokens": -1, "max_tokens": 8}, TEXT, model=model)
+        assert len(kept) == 24
+        assert answer(TEXT, {"prompt": prompt, "max_tokens": 8}, model=model)[0] == 400
+    for count in (0, -2, 33):
+        status, result = answer(TEXT, {"prompt": "x", "truncate_prompt_tokens": count}, model=model)
+        assert (status, result["error"]["param"]) == (400, "truncate_prompt_tokens")
+    status, result = answer(TEXT, {"prompt": "x", "truncation_side": "left"})
+    assert (status, result["error"]["param"]) == (400, "truncation_side")
+
+
+def test_an_echo_of_a_cut_prompt_is_what_was_kept() -> None:
+    _, result = answer(TEXT, {"prompt": "0123456789", "truncate_prompt_tokens": 3, "echo": True, "max_tokens": 2})
+    assert result["choices"][0]["text"] == "789ab"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_stream_interval_collects_tokens(path: str) -> None:
+    body = {"prompt": "x"} if path == TEXT else {"messages": ASK}
+
+    def texts(**fields: Any) -> list[str]:
+        status, result = answer(path, {**body, "max_tokens": 20, "stream": True, **fields}, itl_s=0.005)
+        assert status == 200
+        choices = [choice for chunk in chunks(result) for choice in chunk["choices"]]
+        found = [choice["text"] if path == TEXT else choice["delta"].get("content", "") for choice in choices]
+        return [text for text in found if text]
+
+    for interval in (3, 1024):
+        first, *middle, last = texts(
+            stream_interval=interval
+        )  # a slow machine may put more than one token into the first
+        assert "".join([first, *middle, last]) == "abcdefgh"
+        assert all(len(text) >= interval for text in middle)
+    assert len(texts()) >= len(texts(stream_interval=1024)) == 2
+    for fields in ({"stream_interval": 0}, {"stream_interval": 1025}, {"stream_interval": 2, "stream": False}):
+        status, result = answer(path, {**body, "stream": True, **fields})
+        assert (status, result["error"]["param"]) == (400, "stream_interval")
+
+
+@pytest.mark.parametrize("content", ["I say ", [{"type": "text", "text": "I "}, {"type": "text", "text": "say "}]])
+def test_echo_of_a_continued_message(content: Any) -> None:
+    messages = [*ASK, {"role": "assistant", "content": content}]
+    body = {"messages": messages, "max_tokens": 3, "continue_final_message": True, "echo": True}
+    _, result = answer(CHAT, body)
+    assert result["choices"][0]["message"]["content"] == "I say abc"
+    _, streamed = answer(CHAT, {**body, "stream": True})
+    parts = [choice["delta"].get("content", "") for chunk in chunks(streamed) for choice in chunk["choices"]]
+    assert "".join(parts) == "I say abc"
+    _, result = answer(CHAT, {"messages": ASK, "max_tokens": 3, "echo": True})
+    assert result["choices"][0]["message"]["content"] == "abc"
+
+
+def test_documents_and_reasoning_effort_reach_the_template() -> None:
+    model = model_of(chat_template=ChatTemplate(TEMPLATE))
+    fields = {"documents": [{"text": "one"}, {"text": "two"}], "reasoning_effort": "low", "return_prompt_text": True}
+    for stream in (False, True):
+        _, result = answer(CHAT, {"messages": ASK, "max_tokens": 2, "stream": stream, **fields}, model=model)
+        first = chunks(result)[0] if stream else result
+        assert first["prompt_text"] == "user: hello\none,twolow"
+    for name, given in (("documents", [{"text": "x"}]), ("reasoning_effort", "low")):
+        status, result = answer(
+            CHAT, {"messages": ASK, name: given, "chat_template_kwargs": {name: given}}, model=model
+        )
+        assert (status, result["error"]["param"]) == (400, name)
+
+
+def test_reasoning_effort_switches_thinking_where_the_template_can() -> None:
+    model = model_of(chat_template=ChatTemplate("{{ messages[0].content }}{{ enable_thinking }}"))
+    for effort, shown in (("none", "False"), ("high", "True")):
+        body = {"messages": ASK, "max_tokens": 2, "reasoning_effort": effort, "return_prompt_text": True}
+        assert answer(CHAT, body, model=model)[1]["prompt_text"] == f"hello{shown}"
+
+
+@pytest.mark.parametrize(("field", "value"), [("documents", [{"text": "x"}]), ("reasoning_effort", "high")])
+def test_what_the_template_would_ignore_is_refused(field: str, value: Any) -> None:
+    status, result = answer(CHAT, {"messages": ASK, field: value})
+    assert status == 400
+    assert result["error"]["code"] == "unsupported_parameter"
+    assert result["error"]["param"] == field
+
+
+def test_labels_change_nothing() -> None:
+    labels = {
+        "user": "u", "safety_identifier": "s", "session_id": "i", "prompt_cache_key": "k", "metadata": {"a": "b"},
+        "reasoning_effort": "none", "documents": [], "spaces_between_special_tokens": False, "service_tier": "auto",
+    }  # fmt: skip
+    _, plain = answer(CHAT, {"messages": ASK, "max_tokens": 5})
+    status, labelled = answer(CHAT, {"messages": ASK, "max_tokens": 5, **labels})
+    assert status == 200
+    assert labelled["choices"] == plain["choices"]
+    for wrong in ({str(i): "x" for i in range(17)}, {"k" * 65: "x"}, {"k": "x" * 513}, {"k": 1}, []):
+        status, result = answer(CHAT, {"messages": ASK, "metadata": wrong})
+        assert (status, result["error"]["param"]) == (400, "metadata")
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+def test_fields_that_are_not_built_are_refused_by_name(kind: Any) -> None:
+    from octavo.server.protocol import _NOT_BUILT
+
+    body = {"messages": ASK} if kind is ChatCompletionRequest else {"prompt": "x"}
+    for name, neutral in _NOT_BUILT.items():
+        for value in ({"not": "neutral"}, "not neutral", 77, [77]):
+            with pytest.raises(UnsupportedFieldError) as refusal:
+                decode(json.dumps({**body, name: value}).encode(), kind)
+            assert refusal.value.param == name
+        for value in (*neutral, None):
+            assert decode(json.dumps({**body, name: value}).encode(), kind) == decode(json.dumps(body).encode(), kind)
