@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from octavo.bench.figures import Outcome
 from octavo.errors import ConfigError
 
 Result = Mapping[str, Any]
@@ -100,6 +103,28 @@ def plot_race(result: Result, path: Path) -> None:
 
 def _speed(work: str, figures: Mapping[str, float]) -> float:
     return 1 / figures["ttft_p50"] if work == "prompt" else figures["out_tok_s"]
+
+
+def plot_load(result: Result, outcomes: Sequence[Outcome], path: Path) -> None:
+    """Cumulative distributions of TTFT, gaps and whole times of each kind of request, and output tokens per second over time."""
+    require_matplotlib()
+    figure, axes = _figure(4)
+    good = [outcome for outcome in outcomes if outcome.first_s is not None and outcome.error is None]
+    for kind in dict.fromkeys(outcome.kind for outcome in good):
+        ours = [outcome for outcome in good if outcome.kind == kind]
+        gaps_s = np.concatenate([np.frombuffer(outcome.gaps_s) for outcome in ours if outcome.gaps_s] or [np.empty(0)])
+        for axis, times_ms in zip(
+            axes, (np.array([o.ttft_ms for o in ours]), gaps_s * 1e3, np.array([o.e2el_ms for o in ours])), strict=False
+        ):
+            if len(times_ms):
+                axis.ecdf(times_ms, label=kind or "requests")
+        counts = np.bincount(np.concatenate([outcome.token_times_s for outcome in ours]).astype(int))
+        axes[3].step(range(len(counts)), counts, where="post", label=kind or "requests")
+    for axis, title in zip(axes, ("time to first token", "gap between tokens", "end to end"), strict=False):
+        axis.set(title=title, xlabel="ms", ylabel="share of requests or gaps", xscale="log")
+    axes[3].set(title="output", xlabel="second of the run", ylabel="tokens per second")
+    axes[0].legend()
+    _save(figure, path, result)
 
 
 def _figure(columns: int) -> tuple[Any, Any]:

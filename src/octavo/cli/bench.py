@@ -1,14 +1,14 @@
-"""`octavo bench`: measure this machine, its kernels and offline throughput; make up models to measure with; report the results."""
+"""`octavo bench`: measure this machine, its kernels, throughput and servers; simulate; make up models; report the results."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.bench_load import add_costs, add_serve, add_simulate
+from octavo.cli.bench_output import add_result_flags, bar, byte_bar, warn_if_loaded, write_result
 from octavo.cli.flags import Parser, add_flags
 from octavo.errors import ConfigError
 
@@ -33,6 +33,9 @@ def add_parser(subparsers: Any) -> None:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=Parser)
     _add_kernels(verbs)
     _add_throughput(verbs)
+    add_serve(verbs)
+    add_costs(verbs)
+    add_simulate(verbs)
     _add_synthesize(verbs)
     _add_report(verbs)
 
@@ -54,7 +57,7 @@ def _add_kernels(verbs: Any) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="default: the CPUs this process may use")
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds (default 5)")
     parser.add_argument("--quick", action="store_true", help="small sizes, two rounds: to see that it works")
-    _add_result_flags(parser)
+    add_result_flags(parser)
     parser.set_defaults(run=_run_kernels)
 
 
@@ -70,8 +73,8 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     if arguments.formats is not None:
         given["formats"] = tuple(_format(name) for name in arguments.formats)
     options = Options.quick(**given) if arguments.quick else Options(**given)
-    _warn_if_loaded()
-    with _bar() as progress:
+    warn_if_loaded()
+    with bar() as progress:
         result = run_kernels(options, progress)
     print(f"{result['machine']['cpu']}, {result['threads']} threads, {result['isa']}, model: {result['model']}")
     print(f"load average {result['load_before']:.2f} before, {result['load_after']:.2f} after\n")
@@ -86,7 +89,7 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     print("\n".join(kernels_table(result)))
     print("\nWhere the time of a step goes: percent of the step, and in brackets of the part's own roofline:\n")
     print("\n".join(steps_table(result)))
-    _write(result, arguments)
+    write_result(result, arguments)
     return 0
 
 
@@ -113,7 +116,7 @@ def _add_throughput(verbs: Any) -> None:
     batching.add_argument(
         "--static-batches", type=int, metavar="N", dest="batch", help="the next N start when the last of N has ended"
     )
-    _add_result_flags(parser)
+    add_result_flags(parser)
     add_flags(parser, _ENGINE_SECTIONS, without=_NOT_ENGINE)
     parser.set_defaults(run=_run_throughput)
 
@@ -134,13 +137,13 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         engine={field: getattr(arguments, field) for field in fields if hasattr(arguments, field)},
     )
-    _warn_if_loaded()
-    with _bar() as progress:
+    warn_if_loaded()
+    with bar() as progress:
         result = run_throughput(options, progress)
     print(f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs, {result['model']}, {result['batching']}")
     print(f"load average {result['load_before']:.2f} before, {result['load_after']:.2f} after\n")
     print("\n".join(throughput_table(result)))
-    _write(result, arguments)
+    write_result(result, arguments)
     return 0
 
 
@@ -175,7 +178,7 @@ def _run_synthesize(arguments: argparse.Namespace) -> int:
     if arguments.seed < 0:
         raise ConfigError("--seed must not be negative", param="seed")
     names = [name.replace("-", "_") for name in _SIZES]
-    with _byte_bar() as progress:
+    with byte_bar() as progress:
         parameters = synthesize(
             arguments.out,
             Shape(**{name: getattr(arguments, name) for name in names}),
@@ -206,60 +209,6 @@ def _run_report(arguments: argparse.Namespace) -> int:
 
     print(write_report(arguments.results, arguments.out, arguments.image))
     return 0
-
-
-def _add_result_flags(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result here instead of into benchmarks/results"
-    )
-    where.add_argument("--no-result", action="store_true", help="write no result file")
-
-
-def _write(result: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    from octavo.bench.results import write
-
-    if not arguments.no_result:
-        print(f"\nwritten to {write(result, arguments.json)}")
-
-
-def _warn_if_loaded() -> None:
-    from octavo.bench.results import QUIET_LOAD, load_average
-
-    if (load := load_average()) > QUIET_LOAD:
-        print(
-            f"{'!' * 78}\nWARNING: the load average is {load:.2f}. Something else is using this machine (or was, a minute\n"
-            f"ago): these figures will be wrong. Measure again when it is below {QUIET_LOAD}.\n{'!' * 78}",
-            file=sys.stderr,
-        )
-
-
-@contextmanager
-def _bar() -> Iterator[Any]:
-    """A callback (what, done, total) that shows progress on a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(total=1, disable=None, leave=False, bar_format="{percentage:3.0f}% |{bar}| {desc} [{elapsed}]") as bar:
-
-        def progress(what: str, done: int, total: int) -> None:
-            bar.total, bar.n = total, done
-            bar.set_description_str(what)
-
-        yield progress
-
-
-@contextmanager
-def _byte_bar() -> Iterator[Any]:
-    """A callback (done, total) in bytes."""
-    from tqdm import tqdm
-
-    with tqdm(total=1, disable=None, leave=False, unit="B", unit_scale=True, desc="writing") as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield progress
 
 
 def _help(parser: argparse.ArgumentParser) -> int:

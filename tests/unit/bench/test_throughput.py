@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.bench.local.synthesize import Shape, synthesize
-from octavo.bench.local.throughput import Options, percentile, run_throughput
+from octavo.bench.local.throughput import Options, run_throughput
 from octavo.bench.workloads import Workload
 from octavo.cli.main import main
 from octavo.errors import ConfigError
@@ -62,12 +62,6 @@ def test_refuses_unknown_workloads_and_options(tiny: str) -> None:
         run_throughput(Options(model=tiny, workloads=("single",), batch=0))
     with pytest.raises(ConfigError, match="at least 1"):
         run_throughput(Options(model=tiny, workloads=("single",), rounds=0))
-
-
-def test_percentile() -> None:
-    assert percentile([3.0], 95) == 3.0
-    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
-    assert percentile([0.0, 10.0], 95) == pytest.approx(9.5)
 
 
 def test_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

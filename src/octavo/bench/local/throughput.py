@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from octavo.bench import results
+from octavo.bench.figures import percentile
 from octavo.bench.workloads import WARM_UP, WARM_UP_SEED, WORKLOADS, Workload
 from octavo.errors import ConfigError
 from octavo.frontend.llm import LLM
@@ -115,15 +116,6 @@ def _figures(outputs: Sequence[RequestOutput], wall_s: float) -> dict[str, float
         if values:
             figures |= {f"{name}_p{percent}_ms": percentile(values, percent) for percent in (50, 95)}
     return figures
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation between the two nearest values, of which there must be one."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
