@@ -169,13 +169,14 @@ class _World:
     # --- inbox ------------------------------------------------------------------------------------------------------
 
     def receive(self, timeout_s: float | None) -> Sequence[EngineInput]:
-        """Requests that have arrived by now. Without work (`timeout_s` None) time passes until the next one; after the last, the end."""
-        arrived = self._arrived()
-        while not arrived and timeout_s is None:
+        """Requests that have arrived by now; without any, time passes until the next one or the timeout. After the last, the end."""
+        clock, arrived = self._clock, self._arrived()
+        until_s = None if timeout_s is None else clock.now_s + timeout_s
+        while not arrived and (until_s is None or clock.now_s < until_s):
             moments = [heap[0][0] for heap in (self._due, self._arriving) if heap]
-            if not moments:
+            if not moments and until_s is None:
                 return (Shutdown(),)
-            self._clock.now_s = max(self._clock.now_s, min(moments))
+            clock.now_s = max(clock.now_s, min(moments if until_s is None else (*moments, until_s)))
             arrived = self._arrived()
         return (Add(requests=tuple(map(self._request, arrived))),) if arrived else ()
 
