@@ -36,9 +36,16 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         tuple[str, ...], Help("names clients may use for the model; default: the model's own", metavar="NAME")
     ] = ()
     revision: Annotated[str | None, Help("branch, tag or commit of a Hugging Face repository")] = None
-    chat_template: Annotated[str | None, Help("file with a Jinja chat template to use instead of the model's own")] = (
-        None
-    )
+    chat_template: Annotated[
+        str | None, Help("file with a Jinja chat template to use instead of the model's own, or the template itself")
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        Help(
+            "JSON object of template arguments for requests that do not set them, such as enable_thinking",
+            metavar="JSON",
+        ),
+    ] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Help("activations, KV cache and unquantized weights; quantized weights stay as stored"),

@@ -42,7 +42,7 @@ _VLLM_FLAGS = frozenset(
     --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --enable-expert-parallel --distributed-executor-backend --nnodes
     --node-rank --numa-bind --enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-modules --structured-outputs-config
     --guided-decoding-backend --reasoning-parser --enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server
-    --default-chat-template-kwargs --trust-request-chat-template --speculative-config --spec-method --spec-model --spec-tokens
+    --trust-request-chat-template --speculative-config --spec-method --spec-model --spec-tokens
     --kv-transfer-config --kv-events-config --otlp-traces-endpoint --collect-detailed-traces --kv-cache-metrics --enable-mfu-metrics
     --disable-log-stats --enable-log-outputs --max-log-len --enable-prompt-tokens-details --uds --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers
     --enable-ssl-refresh --root-path --middleware --enable-request-id-headers --api-server-count --headless --grpc-port

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.config import Config, SchedulerConfig, ServerConfig
+from octavo.config import Config, ModelConfig, SchedulerConfig, ServerConfig
 from octavo.contracts import Executor, Inbox, KVGroup, KVLayout, Outbox
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.frontend.link import ChildLink, EngineLink, Hooks, Progress, ThreadLink
@@ -151,7 +151,7 @@ def load_front(checkpoint: Checkpoint, config: Config) -> Front:
             checkpoint.generation_config,
             checkpoint.metadata,
         )
-    template, problem = _load_template(checkpoint, config.model.chat_template, tokenizer)
+    template, problem = _load_template(checkpoint, config.model, tokenizer)
     return Front(
         name=checkpoint.name,
         tokenizer=tokenizer,
@@ -163,36 +163,61 @@ def load_front(checkpoint: Checkpoint, config: Config) -> Front:
 
 
 def _load_template(
-    checkpoint: Checkpoint, file: str | None, tokenizer: Tokenizer
+    checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer
 ) -> tuple[ChatTemplate | None, str | None]:
-    """The template, or why there is none."""
+    """The template, or why there is none. Raises ConfigError for what the user has configured."""
     from octavo.text.template import ChatTemplate
 
     named = {name: checkpoint.tokenizer_config.get(name) for name in ("unk_token", "pad_token")}
     texts = {name: value.get("content") if isinstance(value, Mapping) else value for name, value in named.items()}
     specials = {name: text for name, text in texts.items() if isinstance(text, str)}
-    source = checkpoint.chat_template
-    if file is not None:
-        try:
-            source = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {file} cannot be read: {error}", param="chat_template") from None
+    source, own = checkpoint.chat_template, config.chat_template
+    if own is not None:
+        source, own = _own_template(own)
+    defaults = _default_kwargs(config.default_chat_template_kwargs)
     if source is None:
         problem = "this model has no chat template: use completions, or start the server with --chat-template FILE"
     else:
         try:
-            return (
-                ChatTemplate(
-                    source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, special_tokens=specials
-                ),
-                None,
+            template = ChatTemplate(
+                source,
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
+                special_tokens=specials,
+                default_kwargs=defaults,
             )
+            return template, None
+        except InvalidRequestError as error:
+            raise ConfigError(
+                f"--default-chat-template-kwargs: {error.message}", param="default_chat_template_kwargs"
+            ) from None
         except ModelFileError as error:
-            if file is not None:
-                raise ConfigError(f"--chat-template {file}: {error.message}", param="chat_template") from None
+            if own is not None:
+                raise ConfigError(f"--chat-template {own}: {error.message}", param="chat_template") from None
             problem = f"this model's chat template cannot be used: {error.message}"
     _log.warning("%s: chat is refused, completions work", problem)
     return None, problem
+
+
+def _own_template(given: str) -> tuple[str, str]:
+    """A template that is given as a file or, as vLLM allows, as itself; and what to call it. Raises ConfigError."""
+    if "{{" in given or "{%" in given:
+        return given, "(given as text)"
+    try:
+        return Path(given).read_text(encoding="utf-8"), given
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {given} cannot be read: {error}", param="chat_template") from None
+
+
+def _default_kwargs(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text.encode(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise ConfigError(
+            f"--default-chat-template-kwargs is no JSON object: {error}", param="default_chat_template_kwargs"
+        ) from None
 
 
 def _default_sampling(checkpoint: Checkpoint) -> dict[str, Any]:

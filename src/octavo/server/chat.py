@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ from octavo.server.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatTopLogprob,
+    StreamOptions,
 )
 
 
@@ -50,26 +51,53 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
     options = stream_options(body.stream, body.stream_options)
     headers = {"x-request-id": echoed} if (echoed := client_request_id(request, body.request_id)) else {}
     interval = stream_interval(body.stream, body.stream_interval)
-    prepared = await context.off_loop(size, lambda: _prepare(context, request, body))
+    prepared = await context.off_loop(size, lambda: prepare_chat(context, request, body))
     ids, usage = Ids("chatcmpl", model), UsageCount([prepared])
     if not body.stream:
         return await _whole(context, request, body, prepared, ids, usage, headers)
+    answer = ChatStream(context, body, prepared, ids, usage, options)
 
-    started: set[int] = set()
-    quiet_usage = None if options.include_usage else UNSET
+    def last() -> msgspec.Struct | None:
+        return ChatChunk(**ids.fields(), choices=[], usage=usage.usage()) if options.include_usage else None
 
-    def render(_: int, delta: Delta) -> Iterable[msgspec.Struct]:
-        usage.take(0, delta)
-        now = usage.usage() if options.continuous_usage_stats else quiet_usage
-        if delta.index not in started:
-            first = not started
-            started.add(delta.index)
+    return await stream(context, request, [prepared], lambda _, delta: answer.chunks(delta), last, headers, interval)
+
+
+class ChatStream:
+    """One request's answer as chunks. The other APIs that answer conversations are made of them."""
+
+    def __init__(
+        self,
+        context: Context,
+        body: ChatCompletionRequest,
+        prepared: Prepared,
+        ids: Ids,
+        usage: UsageCount,
+        options: StreamOptions,
+    ) -> None:
+        self._context = context
+        self._body = body
+        self._prepared = prepared
+        self._ids = ids
+        self._usage = usage
+        self._options = options
+        self._started: set[int] = set()
+
+    def chunks(self, delta: Delta) -> Iterator[ChatChunk]:
+        """What one delta adds to the answer."""
+        body, prepared = self._body, self._prepared
+        self._usage.take(0, delta)
+        quiet_usage = None if self._options.include_usage else UNSET
+        now = self._usage.usage() if self._options.continuous_usage_stats else quiet_usage
+        if delta.index not in self._started:
+            first = not self._started
+            self._started.add(delta.index)
             yield ChatChunk(
-                **ids.fields(),
+                **self._ids.fields(),
                 choices=[ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=_echo(body)))],
                 usage=now,
                 prompt_token_ids=prepared.prompt_token_ids if first and body.return_token_ids else UNSET,
-                prompt_text=_prompt_text(context, prepared) if first and body.return_prompt_text else UNSET,
+                prompt_text=_prompt_text(self._context, prepared) if first and body.return_prompt_text else UNSET,
                 prompt_logprobs=prompt_logprobs_json(delta.prompt_logprobs)
                 if first and delta.prompt_logprobs is not None
                 else UNSET,
@@ -84,15 +112,11 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
             stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
             token_ids=delta.token_ids if body.return_token_ids else UNSET,
         )
-        yield ChatChunk(**ids.fields(), choices=[choice], usage=now)
-
-    def last() -> msgspec.Struct | None:
-        return ChatChunk(**ids.fields(), choices=[], usage=usage.usage()) if options.include_usage else None
-
-    return await stream(context, request, [prepared], render, last, headers, interval)
+        yield ChatChunk(**self._ids.fields(), choices=[choice], usage=now)
 
 
-def _prepare(context: Context, request: Request, body: ChatCompletionRequest) -> Prepared:
+def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest) -> Prepared:
+    """Checks a request and renders its conversation. Raises InvalidRequestError and its kin."""
     if (
         body.max_tokens is not None
         and body.max_completion_tokens is not None

@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -104,6 +105,20 @@ def truncation(body: ChatCompletionRequest | CompletionRequest) -> Truncation | 
     return Truncation(body.truncate_prompt_tokens, body.truncation_side or "left")
 
 
+@dataclass(frozen=True)
+class Frames:
+    """How an API writes a stream: each chunk, an error that ends it, and its natural end."""
+
+    chunk: Callable[[msgspec.Struct], bytes]
+    error: Callable[[OctavoError], bytes]
+    end: bytes = b""
+
+
+OPENAI_FRAMES = Frames(
+    chunk=lambda chunk: event(_encoder.encode(chunk)), error=lambda error: event(error_body(error)), end=DONE
+)
+
+
 class _Pacer:
     """Holds deltas of a choice back until `interval` tokens have come; the first one and the last one pass at once."""
 
@@ -146,9 +161,10 @@ async def stream(
     last: Callable[[], msgspec.Struct | None],
     headers: dict[str, str],
     interval: int = 1,
+    frames: Frames = OPENAI_FRAMES,
 ) -> ASGIApp:
-    """Runs as a stream: chunks of `render(prompt, delta)`, then `last()` if any, then [DONE]. Deltas of a choice are put together
-    until they hold `interval` tokens.
+    """Runs as a stream: chunks of `render(prompt, delta)`, then `last()` if any, then the end that `frames` has for it. Deltas of a
+    choice are put together until they hold `interval` tokens.
 
     An error before the first delta is raised, so that it becomes a plain HTTP error; a later one is an error event that ends the
     stream without a finish reason.
@@ -164,7 +180,7 @@ async def stream(
         raise
 
     def work(prompt: int, delta: Delta) -> list[bytes]:
-        return [event(_encoder.encode(chunk)) for chunk in render(prompt, delta)]
+        return [frames.chunk(chunk) for chunk in render(prompt, delta)]
 
     async def rendered(prompt: int, delta: Delta) -> list[bytes]:
         # A long prompt's logprobs take as long as many tokens; other streams go on meanwhile.
@@ -182,13 +198,14 @@ async def stream(
                 if (delta := pacer.pass_on(prompt, arrived)) is None:
                     continue
                 if (failed := failure(delta)) is not None:
-                    yield event(error_body(failed))
+                    yield frames.error(failed)
                     return
                 for piece in await rendered(prompt, delta):
                     yield piece
             if (closing := last()) is not None:
-                yield event(_encoder.encode(closing))
-            yield DONE
+                yield frames.chunk(closing)
+            if frames.end:
+                yield frames.end
 
     return EventStream(pieces(), headers)
 

@@ -39,10 +39,13 @@ class ChatTemplate:
         bos_token: str = "",
         eos_token: str = "",
         special_tokens: Mapping[str, str] | None = None,
+        default_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`special_tokens`: further variables a template may use, such as unk_token.
+        """`special_tokens`: further variables a template may use, such as unk_token. `default_kwargs`: template arguments
+        of requests that do not set them.
 
-        Raises ModelFileError saying where the template is wrong: such a model still serves completions.
+        Raises InvalidRequestError for defaults with reserved names, ModelFileError saying where the template is wrong:
+        such a model still serves completions.
         """
         import jinja2
 
@@ -53,6 +56,9 @@ class ChatTemplate:
                 f"the chat template exceeds {MAX_TEMPLATE_CHARACTERS} characters", param="chat_template"
             )
         self.source = source
+        self._defaults = dict(default_kwargs or {})
+        _checked_variables(None, self._defaults)
+        self._knows_developer = self.mentions("developer")
         self._constants = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         try:
             self._compiled = sandbox.compile_template(source)
@@ -81,9 +87,19 @@ class ChatTemplate:
         `continue_final_message` ends the prompt inside the last message, for the model to go on with it.
         Raises InvalidRequestError for bad messages and whenever the template refuses or cannot render them.
         """
-        normal = normalize_messages(messages)
-        variables = _checked_variables(tools, kwargs)
+        normal = self.adapted(normalize_messages(messages))
+        variables = self.variables(tools, kwargs)
         return self._render(normal, variables, add_generation_prompt, continue_final_message)
+
+    def adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages in roles that the template knows: OpenAI's developer is a system message to templates from before it."""
+        if self._knows_developer:
+            return messages
+        return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+    def variables(self, tools: Sequence[Mapping[str, Any]] | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What the template sees beside the messages. Raises InvalidRequestError for reserved names and deep nesting."""
+        return _checked_variables(tools, {**self._defaults, **(kwargs or {})})
 
     def _render(
         self,
@@ -170,8 +186,8 @@ def encode_chat(
     template writes but that are not control tokens by the model's own list (<think>), since templates look for them.
     One BOS begins the prompt of a model that has one. Raises InvalidRequestError.
     """
-    normal = normalize_messages(messages)
-    variables = _checked_variables(tools, kwargs)
+    normal = template.adapted(normalize_messages(messages))
+    variables = template.variables(tools, kwargs)
     guard, own_guard = tokenizer.chat_guard(template.source), tokenizer.control_guard
     marked = any_string(variables, guard.finds) or any(
         any_string(value, (own_guard if _is_assistants_own(message, name) else guard).finds)

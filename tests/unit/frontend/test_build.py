@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from octavo.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from octavo.contracts import KVGroup
 from octavo.errors import ConfigError
-from octavo.frontend.build import Budget, budget_memory, open_engine, parse_bytes, resolve_scheduler
+from octavo.frontend.build import Budget, budget_memory, load_front, open_engine, parse_bytes, resolve_scheduler
 from octavo.frontend.link import Hooks
+from octavo.loaders.checkpoint import open_checkpoint
 
 MIB = 1 << 20
 BYTES_PER_TOKEN = 1024
@@ -122,3 +124,37 @@ def test_a_wrong_bound_of_logprobs_is_refused_before_anything_is_loaded() -> Non
     config = Config(model=ModelConfig(model="no-such-model", max_logprobs=-2))
     with pytest.raises(ConfigError, match="--max-logprobs"):
         open_engine(config, hooks)
+
+
+TINY = Path(__file__).parents[2] / "golden" / "tiny-llama"
+SHOWS = "{{ messages[0].content }} {{ style }}"
+
+
+def rendered(**model: Any) -> str:
+    front = load_front(open_checkpoint(str(TINY)), Config(model=ModelConfig(**model)))
+    assert front.chat_template is not None
+    return front.chat_template.render([{"role": "user", "content": "hi"}])
+
+
+def test_a_chat_template_is_a_file_or_itself(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(SHOWS)
+    for template in (str(file), SHOWS):
+        assert rendered(chat_template=template) == "hi "
+        assert rendered(chat_template=template, default_chat_template_kwargs='{"style": "terse"}') == "hi terse"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("chat_template", "missing.jinja", "cannot be read"),
+        ("chat_template", "{% if %}", "syntax error"),
+        ("default_chat_template_kwargs", "[1]", "no JSON object"),
+        ("default_chat_template_kwargs", "{", "no JSON object"),
+        ("default_chat_template_kwargs", '{"tools": []}', "reserved"),
+    ],
+)
+def test_a_template_that_cannot_be_is_told_at_the_start(field: str, value: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as refusal:
+        rendered(**{"chat_template": SHOWS, field: value})
+    assert refusal.value.param == field

@@ -149,11 +149,11 @@ def test_prompt_logprobs_of_a_chat_come_in_both_modes() -> None:
 def test_what_has_no_effect_is_refused_by_name() -> None:
     async def main() -> None:
         async with application(spell("abc")) as (app, _):
-            for field, value in (("priority", 5), ("priority", -1), ("truncate_prompt_tokens", 4)):
+            for field, value in (("priority", 5), ("priority", -1)):
                 call = Call(app, TEXT, PLAIN | {field: value})
                 error = (await call.run())["error"]
                 assert (call.status, error["param"], error["code"]) == (400, field, "unsupported_parameter")
-            for neutral in ({"priority": 0}, {"priority": None}, {"truncate_prompt_tokens": None}):
+            for neutral in ({"priority": 0}, {"priority": None}):
                 call = Call(app, TEXT, PLAIN | neutral)
                 await call.run()
                 assert call.status == 200

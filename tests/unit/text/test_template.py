@@ -43,6 +43,27 @@ def render(source: str, messages: list[dict[str, Any]] | None = None, **options:
     return ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(messages or [user("hi")], **options)
 
 
+# --- the operator's own wishes ------------------------------------------------------------------------------------------
+
+
+def test_defaults_hold_until_a_request_says_otherwise() -> None:
+    template = ChatTemplate("{{ think }}{{ style }}", default_kwargs={"think": False, "style": "terse"})
+    assert template.render([user("x")]) == "Falseterse"
+    assert template.render([user("x")], kwargs={"think": True}) == "Trueterse"
+    assert encode_chat(TOKENIZER, template, [user("x")], kwargs={"style": "long"}).text == "Falselong"
+    with pytest.raises(InvalidRequestError, match="reserved"):
+        ChatTemplate("x", default_kwargs={"messages": []})
+
+
+def test_a_developer_is_the_system_where_the_template_is_older() -> None:
+    messages = [{"role": "developer", "content": "be brief"}, user("hi")]
+    shown = "{% for message in messages %}{{ message.role }};{% endfor %}"
+    assert render(shown, messages) == "system;user;"
+    assert render(shown + "{# developer #}", messages) == "developer;user;"
+    assert encode_chat(TOKENIZER, TEMPLATE, messages).text.startswith("<|im_start|>system\nbe brief")
+    assert messages[0]["role"] == "developer"
+
+
 # --- the real model -----------------------------------------------------------------------------------------------------
 
 
