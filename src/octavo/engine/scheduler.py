@@ -164,7 +164,7 @@ class Scheduler:
         self._requests[spec.request_id] = request
         refusal = self._refusal(request)
         if refusal is not None:
-            self._end(request, _error_event(request, refusal))
+            self._end(request, _error_event(request, refusal), arrived=False)
             return
         request.is_long = self._is_long(request)
         self._policy.arrive(request)
@@ -588,13 +588,17 @@ class Scheduler:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _end(self, request: Request, event: TokenEvent) -> None:
-        """The one way a request ends: its terminal event goes out, and what it holds is freed as soon as no step uses it."""
+    def _end(self, request: Request, event: TokenEvent, *, arrived: bool = True) -> None:
+        """The one way a request ends: its terminal event goes out, and what it holds is freed as soon as no step uses it.
+
+        The policy never heard of one that has not `arrived`.
+        """
         assert event.finish_reason is not None
         del self._requests[request.request_id]
         request.move(Status.FINISHED)
         self._deadlines.end(request)
-        self._policy.leave(request)
+        if arrived:
+            self._policy.leave(request)
         self._tally.events.append(event)
         self._tally.finished.append(request.times(event.finish_reason, self._clock(), event.error_code))
         if not request.in_flight:

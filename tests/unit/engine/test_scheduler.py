@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Literal
 
 import pytest
 
@@ -162,6 +163,18 @@ def test_a_request_that_can_never_run_is_refused_at_once(prompt: range, max_toke
     assert (answer.finish_reason, answer.error_code) == (FinishReason.ERROR, code)
     assert words in (answer.error_message or "")
     assert not harness.scheduler.has_work
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_a_refused_request_leaves_no_trace_in_any_policy(policy: Literal["fcfs", "priority", "fair"]) -> None:
+    scheduler = Scheduler(layout(12), SchedulerConfig(scheduling_policy=policy), max_model_len=64)
+    scheduler.add(request("long", range(70), max_tokens=4))
+    scheduler.add(request("fine", range(4), max_tokens=1))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(plan, StepResult(step=1, rows=(RowResult(slot=plan.rows[0].slot, token_ids=(1,)),)))
+    scheduler.check()
+    scheduler.check_idle()
 
 
 def test_a_request_of_exactly_the_pools_size_runs() -> None:
