@@ -55,6 +55,32 @@ std::shared_ptr<KvStore> make_cache(const std::string& format, std::int32_t bloc
   return std::make_shared<KvStore>(kv_format(format), block_size, std::move(parts));
 }
 
+using BlockBytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<2>, nb::c_contig>;
+
+BlockBytes read_blocks(const KvStore& cache, std::int32_t group, const Vector<std::int32_t>& blocks) {
+  const std::size_t block_bytes = cache.block_bytes(group);
+  auto memory = std::make_unique<std::uint8_t[]>(blocks.shape(0) * block_bytes);
+  {
+    const nb::gil_scoped_release release;
+    cache.read(group, span_of(blocks), {memory.get(), blocks.shape(0) * block_bytes});
+  }
+  std::uint8_t* data = memory.release();
+  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<std::uint8_t*>(p); });
+  return BlockBytes(data, {blocks.shape(0), block_bytes}, owner);
+}
+
+void write_blocks(KvStore& cache, std::int32_t group, const Vector<std::int32_t>& blocks,
+                  const nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& bytes) {
+  const nb::gil_scoped_release release;
+  cache.write(group, span_of(blocks), {bytes.data(), bytes.shape(0) * bytes.shape(1)});
+}
+
+void copy_blocks(KvStore& cache, std::int32_t group, const Vector<std::int32_t>& sources,
+                 const Vector<std::int32_t>& targets) {
+  const nb::gil_scoped_release release;
+  cache.copy(group, span_of(sources), span_of(targets));
+}
+
 using LogitsArray = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
 
 LogitsArray run(Program& program, Pool& pool, const Vector<std::int32_t>& tokens, const Vector<std::int32_t>& positions,
@@ -117,7 +143,13 @@ void register_program(nb::module_& m) {
   nb::class_<KvStore>(m, "KvStore", "The KV cache of all layers; pages are committed on first write.")
       .def(nb::new_(&make_cache), "format"_a, "block_size"_a, "groups"_a,
            "Format float32, bfloat16 or int8; groups are (layers, num_blocks, num_kv_heads, head_dim, window or 0).")
-      .def_prop_ro("reserved_bytes", &KvStore::reserved_bytes);
+      .def_prop_ro("reserved_bytes", &KvStore::reserved_bytes)
+      .def("copy_blocks", &copy_blocks, "group"_a, nb::arg("sources").noconvert(), nb::arg("targets").noconvert(),
+           "Copies blocks of a group, one after the other.")
+      .def("read_blocks", &read_blocks, "group"_a, nb::arg("blocks").noconvert(),
+           "The bytes [n, bytes of a block] of blocks, all layers of the group together.")
+      .def("write_blocks", &write_blocks, "group"_a, nb::arg("blocks").noconvert(), nb::arg("bytes").noconvert(),
+           "Puts back what read_blocks gave.");
 
   nb::class_<Program>(m, "Program", "A recorded forward. Recording methods return value ids.")
       .def(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "core/memory.h"
@@ -35,12 +36,27 @@ class KvStore {
   const KvCache& cache(std::int32_t layer) const { return layers_[layer].cache; }
   std::size_t reserved_bytes() const { return mapping_.size(); }
 
+  // Bytes of one block of a group, all its layers together. Outside of the cache a block is these layers one after the
+  // other, in the group's order. Throws std::invalid_argument for a group that is not there, as those below do also for
+  // a block.
+  std::size_t block_bytes(std::int32_t group) const;
+  // Copies blocks one after the other, so that a later pair sees what an earlier one has written.
+  void copy(std::int32_t group, std::span<const std::int32_t> sources, std::span<const std::int32_t> targets);
+  // Blocks out of and into the cache; `bytes` holds them one after the other.
+  void read(std::int32_t group, std::span<const std::int32_t> blocks, std::span<std::uint8_t> bytes) const;
+  void write(std::int32_t group, std::span<const std::int32_t> blocks, std::span<const std::uint8_t> bytes);
+
  private:
+  std::size_t layer_block_bytes(const KvGroup& group) const;
+  void check(std::int32_t group, std::span<const std::int32_t> blocks) const;
+  std::uint8_t* at(std::int32_t layer, std::int32_t block, std::size_t bytes) const;
+
   struct Layer {
     std::int32_t group = -1;
     KvCache cache{};
   };
 
+  KvFormat format_;
   std::int32_t block_size_;
   std::vector<KvGroup> groups_;
   std::vector<Layer> layers_;

@@ -182,8 +182,16 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     sample: bool = False
 
 
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Copy the content of block `source` of a group to block `target`."""
+
+    group: int
+    source: BlockId
+    target: BlockId
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, decided. The runner applies `releases`, then `starts`, then computes `rows`.
+    """One step, decided. The runner applies `releases`, then `starts`, then `copies` in their order, then computes `rows`.
 
     After a step that raised, the next plan repeats its releases and releases the slots of its rows: releasing a slot that is not
     bound does nothing.
@@ -194,6 +202,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     starts: tuple[SlotStart, ...]
     rows: tuple[RowPlan, ...]
     num_tokens: int
+    copies: tuple[BlockCopy, ...] = ()
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):

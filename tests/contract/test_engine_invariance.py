@@ -36,7 +36,7 @@ class Answer(msgspec.Struct):
 
 
 class Engine:
-    """Scheduler and runner without threads. `num_preemptions` and `num_cached` are totals."""
+    """Scheduler and runner without threads. `num_preemptions`, `num_cached` and `num_copies` are totals."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Engine:
         self.runner = ModelRunner(model, layout, max_num_seqs=max_num_seqs, max_model_len=MAX_MODEL_LEN)
         self.num_preemptions = 0
         self.num_cached = 0
+        self.num_copies = 0
 
     def run(self, requests: Sequence[GenerateRequest]) -> list[Answer]:
         """Answers of all requests, which arrive one step after the other."""
@@ -74,6 +75,7 @@ class Engine:
                 self.scheduler.add(waiting.pop(0))
             plan = self.scheduler.plan()
             assert plan is not None
+            self.num_copies += len(plan.copies)
             output = self.scheduler.commit(plan, self.runner.submit(plan).sample())
             self.scheduler.check()
             self.num_preemptions += output.stats.num_preemptions
@@ -188,3 +190,28 @@ def test_preemption(spec: ModelSpec, engines: list[Engine]) -> None:
         engines.append(engine)
         assert engine.run(requests) == expected, f"caching {caching}"
         assert engine.num_preemptions > 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_choices_that_share_a_prompt(spec: ModelSpec, engines: list[Engine], kv_dtype: KVDType) -> None:
+    """Full blocks of the prompt are shared and its last one is copied, while others preempt them."""
+    (long,) = (request for request in requests_for(spec) if request.request_id == "r7")
+    requests = [
+        msgspec.structs.replace(
+            long,
+            request_id=RequestId(f"{length}-{choice}"),
+            prompt_token_ids=long.prompt_token_ids[:length],
+            sampling=msgspec.structs.replace(long.sampling, choice=choice, temperature=1.0),
+        )
+        for length in (31, 64)
+        for choice in range(4)
+    ]
+    single = Engine(spec, caching=False, kv_dtype=kv_dtype)
+    engines.append(single)
+    expected = [single.run([request])[0] for request in requests]
+    assert len({answer.token_ids for answer in expected}) == len(expected)
+    for changes in ({}, {"budget": 20}, {"num_blocks": 24, "budget": 20}):
+        engine = Engine(spec, kv_dtype=kv_dtype, **changes)
+        engines.append(engine)
+        assert engine.run(requests) == expected, changes
+        assert engine.num_copies > 0

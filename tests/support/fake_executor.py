@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from octavo.config import SchedulerConfig
 from octavo.contracts import (
     NULL_BLOCK,
+    BlockCopy,
     EngineInput,
     EngineOutput,
     FinishReason,
@@ -228,9 +229,22 @@ class FakeExecutor:
             assert 0 <= start.slot < self._max_num_seqs and start.slot not in self._slots, f"slot {start.slot} is taken"
             groups = len(self.layout.groups)
             self._slots[start.slot] = _Row(start, list(start.token_ids), [[] for _ in range(groups)], [0] * groups)
+        for copy in plan.copies:
+            self._copy(copy)
         for row in plan.rows:
             self._grow(row)
         self._check_writes(plan)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        memory = self._memory[copy.group]
+        for block in (copy.source, copy.target):
+            assert 0 <= block < self.layout.num_blocks[copy.group]
+        for offset in range(self.layout.block_size):
+            content = memory.get((copy.source, offset))
+            if content is None:
+                memory.pop((copy.target, offset), None)
+            else:
+                memory[copy.target, offset] = content
 
     def _grow(self, row: RowPlan) -> None:
         state = self._slots[row.slot]

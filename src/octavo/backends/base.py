@@ -19,6 +19,7 @@ from octavo.quant import RawTensor
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVDType = Literal["auto", "bfloat16", "int8"]
@@ -80,6 +81,18 @@ class BackendModel(Protocol):
 
     def allocate_kv(self, layout: KVLayout) -> None:
         """Reserves the KV cache; pages are committed on first write. Called once, before `forward`."""
+        ...
+
+    def copy_blocks(self, group: int, sources: I32, targets: I32) -> None:
+        """Copies KV blocks [n] of a group, one after the other, so that a later pair sees what an earlier one has written."""
+        ...
+
+    def read_blocks(self, group: int, blocks: I32) -> U8:
+        """The content [n, bytes of a block] of KV blocks of a group, in the backend's own layout. A new array."""
+        ...
+
+    def write_blocks(self, group: int, blocks: I32, content: U8) -> None:
+        """Puts content that `read_blocks` gave, perhaps in an earlier life, into KV blocks [n] of a group."""
         ...
 
     def forward(self, batch: Batch) -> F32:

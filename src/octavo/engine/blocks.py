@@ -1,10 +1,11 @@
 """The pool of KV blocks of one group: ids, reference counts, and which free blocks still hold content worth finding again.
 
-A block is *used* while at least one block table refers to it, else *free*. A free block is either *blank*, or *cached*: its content has a
-key and can be found until the block is given out again. All operations are O(1) per block.
+A block is *used* while at least one block table refers to it, else *free*. A free block is either *blank*, or *cached*: its content has at
+least one key and can be found until the block is given out again. All operations are O(1) per block.
 
-Eviction order: blank blocks are given out first, last freed first (their memory is warm, and untouched memory stays uncommitted); only then
-cached ones, longest free first. Tables are released from their end, so the deepest block of a chain goes before those it builds on.
+Eviction order: blank blocks are given out first, last freed first (their memory is warm, and untouched memory stays uncommitted). Then
+cached ones that were released as worth little, the last such first. Then all other cached ones, least recently released, shared
+or touched first. Tables are released from their end, so the deepest block of a chain goes before those it builds on.
 
 This module does not know requests, tokens or what a key means.
 """
@@ -33,7 +34,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks
+        self._keys: list[tuple[bytes, ...]] = [()] * num_blocks
         self._blank = [BlockId(block) for block in reversed(range(num_blocks))]
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._index: dict[bytes, BlockId] = {}
@@ -45,8 +46,8 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by key, used or free."""
-        return len(self._index)
+        """Blocks that can be found by key, used or free. O(blocks)."""
+        return sum(bool(keys) for keys in self._keys)
 
     def is_free(self, block: BlockId) -> bool:
         """Whether no table refers to the block."""
@@ -79,20 +80,27 @@ class BlockPool:
             del self._cached[block]
         self._references[block] += 1
 
-    def release(self, blocks: Iterable[BlockId]) -> None:
+    def touch(self, block: BlockId) -> None:
+        """Makes a block that `find` returned the last to be evicted, if it is free."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+
+    def release(self, blocks: Iterable[BlockId], *, worth_little: bool = False) -> None:
         """Takes one reference from each block, in the order in which they shall become evictable."""
         for block in blocks:
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._keys[block] is None:
-                    self._blank.append(block)
-                else:
+                if self._keys[block]:
                     self._cached[block] = None
+                    self._cached.move_to_end(block, last=not worth_little)
+                else:
+                    self._blank.append(block)
 
     def publish(self, block: BlockId, key: bytes) -> None:
-        """Makes a used block's content findable. If another block already has this content, that one stays the findable one."""
-        if self._keys[block] is None and key not in self._index:
-            self._keys[block] = key
+        """Makes a used block's content findable, perhaps under a further key. If another block already has this content, that one
+        stays the findable one."""
+        if key not in self._index:
+            self._keys[block] += (key,)
             self._index[key] = block
 
     def forget_free(self) -> None:
@@ -103,10 +111,10 @@ class BlockPool:
             self._blank.append(block)
 
     def _forget(self, block: BlockId) -> None:
-        key = self._keys[block]
-        require(key is not None, f"cached block {block} has no key")
-        del self._index[key]  # type: ignore[arg-type]  # not None by the line above
-        self._keys[block] = None
+        require(bool(self._keys[block]), f"cached block {block} has no key")
+        for key in self._keys[block]:
+            del self._index[key]
+        self._keys[block] = ()
 
     def check(self, tables: Iterable[Iterable[BlockId]]) -> None:
         """Raises InvariantError unless the pool is consistent and its references are exactly those of `tables`."""
@@ -124,12 +132,14 @@ class BlockPool:
             require(
                 free[block] == (references == 0), f"block {block}: {references} references, {free[block]} times free"
             )
-            key = self._keys[block]
-            require(key is None or self._index.get(key) == block, f"block {block}: its key does not lead back to it")
+            keys = self._keys[block]
             require(
-                (block in self._cached) == (references == 0 and key is not None),
+                all(self._index.get(key) == block for key in keys), f"block {block}: a key does not lead back to it"
+            )
+            require(
+                (block in self._cached) == (references == 0 and bool(keys)),
                 f"block {block}: in the wrong free list",
             )
         require(expected.total() == sum(self._references), "a table refers to a block outside the pool")
-        num_keys = sum(key is not None for key in self._keys)
+        num_keys = sum(len(keys) for keys in self._keys)
         require(len(self._index) == num_keys, f"{len(self._index)} keys in the index, {num_keys} in blocks")

@@ -6,7 +6,11 @@ a prefix hit. A sequence's tables grow in lockstep: entry i of every table stand
 (i+1)*block_size-1, with `NULL_BLOCK` where the block was freed or never needed.
 
 Who holds a block: the tables, and nobody else. A block's content can be found by other sequences only after `publish`,
-which the scheduler calls once the step that computed it has finished. This module does not know requests, steps or budgets.
+which the scheduler calls once the step that computed it has finished.
+
+Full blocks are shared. The block that a prompt ends in the midst of, its *tail*, is copied: who has the same prompt gets a copy of its
+own to go on writing, so that `n` choices compute their prompt once, and all of them together hold it once. This module does not
+know requests, steps or budgets.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from octavo.contracts import NULL_BLOCK, BlockId, KVGroup, KVLayout, Retention
+from octavo.contracts import NULL_BLOCK, BlockCopy, BlockId, KVGroup, KVLayout, Retention
 from octavo.engine.blocks import BlockPool, require
 from octavo.engine.prefix import HashChain, PrefixHasher
 from octavo.errors import ConfigError
@@ -67,6 +71,8 @@ class SequenceBlocks:
         "num_tokens",
         "num_told",
         "tables",
+        "tail",
+        "tail_key",
     )
 
     def __init__(self, num_groups: int, chain: HashChain | None) -> None:
@@ -79,10 +85,21 @@ class SequenceBlocks:
         """Positions whose KV is known to be written: by finished steps only."""
         self.num_tokens = 0
         """Positions the tables have room for."""
+        self.tail = 0
+        """Positions up to and with those of the tail that is to be offered once it is written; 0: none is."""
+        self.tail_key = b""
         self.num_told = 0
         """Leading table entries that the executor has been told of, by `tell`."""
         self.cut = False
         """Entries that the executor has been told of are no longer true."""
+
+
+class Hit(msgspec.Struct, frozen=True):
+    """A cached beginning: its full blocks, all its tokens, and per group the block whose tail is to be copied (empty: none is)."""
+
+    num_blocks: int
+    num_tokens: int
+    tail: tuple[BlockId, ...] = ()
 
 
 class Awaited(msgspec.Struct, frozen=True):
@@ -126,7 +143,8 @@ class KVManager:
         self._any_window = any(window is not None for window in self._windows)
         self._nothing_new: tuple[tuple[BlockId, ...], ...] = ((),) * len(layout.groups)
         self._claims: dict[bytes, SequenceBlocks] = {}
-        """Keys of blocks that are not published yet, and who is to compute them."""
+        """Keys of blocks and tails that are not published yet, and who is to compute them."""
+        self._copies: list[BlockCopy] = []
 
     @property
     def usage(self) -> float:
@@ -138,6 +156,41 @@ class KVManager:
         return SequenceBlocks(len(self.pools), self._hasher.chain(namespace) if self.caching else None)
 
     # --- prefix lookup and admission --------------------------------------------------------------------------------
+
+    def find(self, sequence: SequenceBlocks, token_ids: Sequence[int], max_tokens: int) -> Hit:
+        """Longest cached beginning of `token_ids` of at most `max_tokens` tokens. A tail counts only if it ends exactly there.
+
+        Changes nothing but the sequence's hash chain. The sequence must hold no blocks.
+        """
+        num_blocks = self.lookup(sequence, token_ids, max_tokens)
+        num_tokens = num_blocks * self.block_size
+        if sequence.chain is not None and num_tokens < max_tokens < num_tokens + self.block_size:
+            key = sequence.chain.tail_key(token_ids, max_tokens)
+            blocks = [pool.find(key) for pool in self.pools]
+            tail = tuple(block for block in blocks if block is not None)
+            if len(tail) == len(blocks):
+                return Hit(num_blocks, max_tokens, tail)
+        return Hit(num_blocks, num_tokens)
+
+    def take(self, sequence: SequenceBlocks, hit: Hit) -> None:
+        """Fills empty tables with what `find` found just now. A tail needs a free block in each pool for its copy: see `take_copies`."""
+        self.take_hit(sequence, hit.num_blocks)
+        if not hit.tail:
+            return
+        for pool, block in zip(self.pools, hit.tail, strict=True):
+            pool.touch(block)
+        # Where this gives out the source itself, the copy is none.
+        require(
+            self.allocate(sequence, hit.num_tokens) is not None, "a tail was found, but there is no block for its copy"
+        )
+        for group, (source, table) in enumerate(zip(hit.tail, sequence.tables, strict=True)):
+            self._copies.append(BlockCopy(group, source, table[hit.num_blocks]))
+        self.slide(sequence, hit.num_tokens)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies to be made before the next step computes, in this order; each is told once."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
 
     def lookup(self, sequence: SequenceBlocks, token_ids: Sequence[int], max_tokens: int) -> int:
         """Longest cached beginning of `token_ids`, in blocks and at most `max_tokens` tokens, that is valid for all groups at once.
@@ -215,26 +268,40 @@ class KVManager:
         sequence.num_landed = sequence.num_tokens = hit * self.block_size
 
     def claim(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
-        """Notes that the sequence computes all full blocks of `token_ids`, as far as no other does."""
-        num_full = len(token_ids) // self.block_size
-        if sequence.chain is None or num_full <= sequence.num_claimed:
+        """Notes that the sequence computes the full blocks and the tail of `token_ids`, as far as no other does.
+
+        The tail leaves out the last token, which everybody must compute to have its logits.
+        """
+        if sequence.chain is None:
             return
+        num_full = len(token_ids) // self.block_size
         sequence.chain.extend(token_ids, num_full)
         for key in sequence.chain.keys[sequence.num_claimed : num_full]:
             self._claims.setdefault(key, sequence)
-        sequence.num_claimed = num_full
+        sequence.num_claimed = max(sequence.num_claimed, num_full)
+        if (len(token_ids) - 1) % self.block_size:
+            sequence.tail = len(token_ids) - 1
+            sequence.tail_key = sequence.chain.tail_key(token_ids, sequence.tail)
+            self._claims.setdefault(sequence.tail_key, sequence)
 
-    def awaited(self, sequence: SequenceBlocks, hit: int, max_tokens: int) -> Awaited | None:
-        """What a sequence without blocks should wait for, beyond the `hit` blocks that `lookup` found: those that one other sequence is
-        computing. None when nobody computes the next one."""
+    def awaited(self, sequence: SequenceBlocks, token_ids: Sequence[int], hit: Hit, max_tokens: int) -> Awaited | None:
+        """What a sequence without blocks should wait for, beyond what `find` found: that which one other sequence is computing.
+
+        None when nobody computes what comes next, or when it is but a short tail.
+        """
         num_blocks = max_tokens // self.block_size
-        if sequence.chain is None or hit >= num_blocks:
+        if sequence.chain is None or hit.num_tokens >= max_tokens:
             return None
         keys = sequence.chain.keys
-        owner = self._claims.get(keys[hit])
+        if hit.num_blocks == num_blocks:
+            if max_tokens - hit.num_tokens < self.block_size // 2:
+                return None
+            tail_owner = self._claims.get(sequence.chain.tail_key(token_ids, max_tokens))
+            return None if tail_owner is None else Awaited(tail_owner, max_tokens)
+        owner = self._claims.get(keys[hit.num_blocks])
         if owner is None:
             return None
-        end = hit + 1
+        end = hit.num_blocks + 1
         while end < num_blocks and self._claims.get(keys[end]) is owner:
             end += 1
         return Awaited(owner, end * self.block_size)
@@ -244,6 +311,11 @@ class KVManager:
             for key in sequence.chain.keys[first:end]:
                 if self._claims.get(key) is sequence:
                     del self._claims[key]
+
+    def _drop_tail(self, sequence: SequenceBlocks) -> None:
+        if sequence.tail and self._claims.get(sequence.tail_key) is sequence:
+            del self._claims[sequence.tail_key]
+        sequence.tail = 0
 
     def pick_up(self, sequence: SequenceBlocks, token_ids: Sequence[int], max_tokens: int) -> int:
         """Replaces blocks that a partly computed sequence would have to compute by such as were published meanwhile.
@@ -337,10 +409,16 @@ class KVManager:
         return tuple(new)
 
     def publish(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offers the blocks whose positions are all below `num_computed` to the prefix cache. The caller knows their KV is written."""
+        """Offers what is below position `num_computed` to the prefix cache, full blocks and tail. The caller knows its KV is written."""
         sequence.num_landed = num_computed
+        if sequence.chain is None:
+            return
+        if sequence.tail and num_computed >= sequence.tail:
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                pool.publish(table[sequence.tail // self.block_size], sequence.tail_key)
+            self._drop_tail(sequence)
         num_full = num_computed // self.block_size
-        if num_full <= sequence.num_published or sequence.chain is None:
+        if num_full <= sequence.num_published:
             return
         sequence.chain.extend(token_ids, num_full)
         for index in range(sequence.num_published, num_full):
@@ -352,13 +430,26 @@ class KVManager:
         sequence.num_published = num_full
         sequence.num_claimed = max(sequence.num_claimed, num_full)
 
-    def free(self, sequence: SequenceBlocks) -> None:
-        """Empties the tables. Published blocks stay findable until they are given out again; the hash chain stays too."""
+    def free(self, sequence: SequenceBlocks, token_ids: Sequence[int] = ()) -> None:
+        """Empties the tables. What was published stays findable until its blocks are given out again; the hash chain stays too.
+
+        With `token_ids` the block in which the written positions end is offered as a tail: whoever goes on from there, this sequence
+        itself after a preemption or a beam that continues it, need not compute it again. It is the first to be evicted.
+        """
+        tail = sequence.num_landed // self.block_size if sequence.num_landed % self.block_size else None
+        if tail is not None and sequence.chain is not None and token_ids:
+            key = sequence.chain.tail_key(token_ids, sequence.num_landed)
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                pool.publish(table[tail], key)
         for number, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+            if tail is not None:
+                pool.release(reversed(table[tail:]), worth_little=True)
+                del table[tail:]
             pool.release(reversed(table[sequence.freed[number] :]))
             table.clear()
             sequence.freed[number] = 0
         self._disclaim(sequence, sequence.num_published, sequence.num_claimed)
+        self._drop_tail(sequence)
         sequence.num_published = sequence.num_claimed = 0
         sequence.num_landed = sequence.num_tokens = sequence.num_told = 0
         sequence.cut = False
@@ -388,4 +479,5 @@ class KVManager:
             require(owner in sequences, "a sequence that holds no blocks claims to compute one")
             assert owner.chain is not None
             claimed = owner.chain.keys[owner.num_published : owner.num_claimed]
+            claimed += [owner.tail_key] if owner.tail else []
             require(key in claimed, "a claim is left of a block that is published")

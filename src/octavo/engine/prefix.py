@@ -53,3 +53,11 @@ class HashChain:
             begin = index * self._block_size
             parent = sha256(parent + self._tokens.pack(*token_ids[begin : begin + self._block_size])).digest()
             keys.append(parent)
+
+    def tail_key(self, token_ids: Sequence[int], num_tokens: int) -> bytes:
+        """Key of the block that the first `num_tokens` tokens end in the midst of: made as that of a full block, of fewer tokens."""
+        num_full = num_tokens // self._block_size
+        self.extend(token_ids, num_full)
+        tail = token_ids[num_full * self._block_size : num_tokens]
+        parent = self.keys[num_full - 1] if num_full else self._root
+        return sha256(parent + struct.pack(f"<{len(tail)}I", *tail)).digest()

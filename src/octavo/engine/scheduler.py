@@ -47,7 +47,7 @@ from octavo.contracts import (
 )
 from octavo.engine.blocks import require
 from octavo.engine.deadlines import Deadlines, Phase
-from octavo.engine.kv import KVManager, capacity_tokens
+from octavo.engine.kv import Hit, KVManager, capacity_tokens
 from octavo.engine.parking import Parking
 from octavo.engine.request import Request, Status
 from octavo.engine.settings import make_policy, prefill_bounds, token_budget
@@ -261,6 +261,7 @@ class Scheduler:
             starts=tuple(starts.values()),
             rows=tuple(rows),
             num_tokens=sum(work.values()),
+            copies=self._kv.take_copies(),
         )
 
     def _expire(self, now_s: float) -> None:
@@ -348,25 +349,26 @@ class Scheduler:
         def held(request: Request) -> bool:
             """Whether a long prompt that this step cannot hold whole must wait for others like it."""
             ahead = sum(self._policy.is_ahead(other, request) for other in self._partial)
-            return ahead >= self._bounds.most and request.num_known - self._hit(request) * self._kv.block_size > budget
+            return ahead >= self._bounds.most and request.num_known - self._hit(request).num_tokens > budget
 
         while budget > 0 and (request := self._policy.peek(held)) is not None and request not in preempted:
             hit = self._hit(request)
-            num_hit_tokens = hit * self._kv.block_size
-            remaining = request.num_known - num_hit_tokens
+            remaining = request.num_known - hit.num_tokens
             if request.is_long != (remaining > self._bounds.long):
                 self._policy.take(request)
                 request.is_long = not request.is_long
                 self._policy.put_back(request)
                 continue
-            awaited = self._kv.awaited(request.blocks, hit, request.max_hit_tokens)
+            awaited = self._kv.awaited(request.blocks, request.token_ids, hit, request.max_hit_tokens)
             if awaited is not None and self._has_slot(request):
                 self._policy.take(request)
                 self._parking.add(request, awaited)
                 continue
             if remaining > budget and not self._chunked:
                 break
-            if not self._has_slot(request) or not self._kv.fits(request.blocks, hit, request.num_known, reserve):
+            if not self._has_slot(request) or not self._kv.fits(
+                request.blocks, hit.num_blocks, request.num_known, reserve
+            ):
                 victims = self._giving_way(request, hit, reserve, starts)
                 if not victims:
                     break
@@ -393,14 +395,14 @@ class Scheduler:
             return True
         return free > sum(self._policy.is_ahead(other, request) for other in self._parking)
 
-    def _hit(self, request: Request) -> int:
-        """Blocks of a waiting request that the prefix cache has."""
-        return self._kv.lookup(request.blocks, request.token_ids, request.max_hit_tokens)
+    def _hit(self, request: Request) -> Hit:
+        """What the prefix cache has of a waiting request."""
+        return self._kv.find(request.blocks, request.token_ids, request.max_hit_tokens)
 
     def _is_long(self, request: Request) -> bool:
         if request.num_known <= self._bounds.long:
             return False
-        return request.num_known - self._hit(request) * self._kv.block_size > self._bounds.long
+        return request.num_known - self._hit(request).num_tokens > self._bounds.long
 
     def _reserve(self) -> list[int]:
         """Per group, blocks that the running requests are still to take: the rest of what they know, and one each to go on."""
@@ -419,7 +421,7 @@ class Scheduler:
         return max(share, num_tokens / self._pool_tokens)
 
     def _giving_way(
-        self, request: Request, hit: int, reserve: list[int], starts: dict[Request, SlotStart]
+        self, request: Request, hit: Hit, reserve: list[int], starts: dict[Request, SlotStart]
     ) -> list[Request]:
         """The fewest running requests that make room for a waiting one by giving way, as the policy has it. None if all are not enough."""
         candidates = [other for other in self._policy.yielding(request, self._running) if other not in starts]
@@ -428,13 +430,13 @@ class Scheduler:
 
         def room(freed: list[int]) -> bool:
             kept = [count - more for count, more in zip(reserve, freed, strict=True)]
-            return self._kv.fits(request.blocks, hit, request.num_known, kept)
+            return self._kv.fits(request.blocks, hit.num_blocks, request.num_known, kept)
 
         # Counting what becomes free takes time, so first whether it could be enough.
         most = -(-sum(other.blocks.num_tokens for other in candidates) // self._kv.block_size) + sum(reserve)
         if not room([most] * len(reserve)):
             return []
-        besides = self._kv.hit_blocks(request.blocks, hit)
+        besides = self._kv.hit_blocks(request.blocks, hit.num_blocks)
         freed = [0] * len(reserve)
         for number, other in enumerate(candidates, start=1):
             growth = self._kv.growth(other.blocks, other.num_known)
@@ -444,24 +446,23 @@ class Scheduler:
                 return candidates[:number]
         return []
 
-    def _start(self, request: Request, hit: int, now_s: float) -> None:
+    def _start(self, request: Request, hit: Hit, now_s: float) -> None:
         """A waiting request takes a slot and what the prefix cache has of it."""
-        num_hit_tokens = hit * self._kv.block_size
         self._policy.take(request)
         insort(self._running, request, key=lambda running: running.order)
         request.move(Status.RUNNING)
         request.slot = self._free_slots.pop()
-        request.num_computed = num_hit_tokens
-        request.num_charged = max(request.num_charged, num_hit_tokens)
-        self._kv.take_hit(request.blocks, hit)
+        request.num_computed = hit.num_tokens
+        request.num_charged = max(request.num_charged, hit.num_tokens)
+        self._kv.take(request.blocks, hit)
         self._kv.claim(request.blocks, request.token_ids)
         if request.scheduled_s is None:
             request.scheduled_s = now_s
             self._deadlines.begin(request, Phase.PREFILL, now_s)
-            request.num_cached_tokens = num_hit_tokens
+            request.num_cached_tokens = hit.num_tokens
             if self._kv.caching and request.prompt_logprobs is None:
                 self._tally.prefix_cache_queries += request.num_prompt_tokens
-                self._tally.prefix_cache_hits += num_hit_tokens
+                self._tally.prefix_cache_hits += hit.num_tokens
 
     def _slot_start(self, request: Request) -> SlotStart:
         assert request.slot is not None
@@ -605,7 +606,7 @@ class Scheduler:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        self._kv.free(request.blocks)
+        self._kv.free(request.blocks, request.token_ids)
         if request.slot is not None:
             self._free_slots.append(request.slot)
             self._releases.append(request.slot)

@@ -272,7 +272,7 @@ class _Answer:
             else [None if entry is None else _position(entry) for entry in prompt_logprobs],
             outputs=[_completion(choice) for choice in choices],
             finished=True,
-            num_cached_tokens=choices[0].num_cached_tokens,
+            num_cached_tokens=min((choice.num_cached_tokens or 0 for choice in choices), default=0),
             metrics=self._batch.times.get(self._prepared.requests[0].request_id),
         )
 

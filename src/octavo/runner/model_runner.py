@@ -6,6 +6,7 @@ It owns per-slot arrays (known tokens, block tables) and the model's memory. Kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -120,7 +121,10 @@ class ModelRunner:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes and samples the rows of a submitted plan."""
+        """Copies blocks, then computes and samples the rows of a submitted plan."""
+        for group, copies in groupby(plan.copies, key=lambda copy: copy.group):
+            pairs = np.array([(copy.source, copy.target) for copy in copies], np.int32)
+            self._model.copy_blocks(group, np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]))
         outcomes = [_Outcome() for _ in plan.rows]
         work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):

@@ -55,7 +55,8 @@ class UsageCount:
         """Counts one delta of the request number `prompt`."""
         self._completion_tokens += len(delta.token_ids)
         if delta.num_cached_tokens is not None:
-            self._cached[prompt] = max(self._cached.get(prompt, 0), delta.num_cached_tokens)
+            # Other choices find what the first of them has computed, which was not there for the request.
+            self._cached[prompt] = min(self._cached.get(prompt, delta.num_cached_tokens), delta.num_cached_tokens)
 
     def usage(self) -> Usage:
         """Counts so far."""

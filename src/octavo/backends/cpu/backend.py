@@ -13,7 +13,9 @@ import numpy as np
 
 from octavo.backends.base import (
     F32,
+    I32,
     KV_BYTES,
+    U8,
     BackendModel,
     Batch,
     DType,
@@ -125,6 +127,7 @@ class CpuModel:
     def __init__(self, program: _native.Program, pool: _native.Pool, *, weight_bytes: int, kv_format: KVFormat) -> None:
         self._program: _native.Program | None = program
         self._pool: _native.Pool | None = pool
+        self._cache: _native.KvStore | None = None
         self._vocab_size = program.vocab
         self._isa = program.isa
         self._weight_bytes = weight_bytes
@@ -157,9 +160,27 @@ class CpuModel:
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
         ]
         try:
-            self._open().bind(_native.KvStore(self._kv_format, layout.block_size, groups))
+            self._cache = _native.KvStore(self._kv_format, layout.block_size, groups)
         except MemoryError as error:
             raise ConfigError("no memory for the KV cache; lower --kv-cache-memory or --max-model-len") from error
+        self._open().bind(self._cache)
+
+    def copy_blocks(self, group: int, sources: I32, targets: I32) -> None:
+        """See `BackendModel`. Raises ValueError for a block that is not there."""
+        self._blocks().copy_blocks(group, sources, targets)
+
+    def read_blocks(self, group: int, blocks: I32) -> U8:
+        """See `BackendModel`: layer by layer, as `KvCache` in native/kernels/kernels.h says. Raises as `copy_blocks`."""
+        return self._blocks().read_blocks(group, blocks)
+
+    def write_blocks(self, group: int, blocks: I32, content: U8) -> None:
+        """See `BackendModel`. Raises ValueError also for content of another size."""
+        self._blocks().write_blocks(group, blocks, content)
+
+    def _blocks(self) -> _native.KvStore:
+        if self._cache is None:
+            raise RuntimeError("the model has no KV cache")
+        return self._cache
 
     def forward(self, batch: Batch) -> F32:
         """See `BackendModel`. Raises ValueError for a batch that does not fit the model or the cache."""
@@ -180,6 +201,7 @@ class CpuModel:
         """Drops program, weights, cache and threads. Idempotent."""
         self._program = None
         self._pool = None
+        self._cache = None
 
     def _open(self) -> _native.Program:
         if self._program is None:

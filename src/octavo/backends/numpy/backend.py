@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.backends.base import F32, I32, BackendModel, Batch, DType, Forward, KVDType, KVFormat, Progress, Sampler
+from octavo.backends.base import F32, I32, U8, BackendModel, Batch, DType, Forward, KVDType, KVFormat, Progress, Sampler
 from octavo.backends.numpy.sampler import NumpySampler
 from octavo.contracts import KVLayout
 from octavo.errors import ConfigError
@@ -101,7 +101,7 @@ class NumpyModel:
         self._forward = forward
         self._weights = weights
         self._kv_format: KVFormat = kv_format
-        self._layout: KVLayout | None = None
+        self._layers: tuple[tuple[int, ...], ...] = ()
         self._caches: dict[int, _LayerCache] = {}
 
     @property
@@ -126,11 +126,31 @@ class NumpyModel:
 
     def allocate_kv(self, layout: KVLayout) -> None:
         """Zeroed arrays, whose pages the system commits on first write."""
+        self._layers = tuple(kv_group.layers for kv_group in layout.groups)
         self._caches = {
             layer: _LayerCache(layout, group, kv_heads=kv_group.num_kv_heads, head_dim=kv_group.head_dim)
             for group, kv_group in enumerate(layout.groups)
             for layer in kv_group.layers
         }
+
+    def copy_blocks(self, group: int, sources: I32, targets: I32) -> None:
+        """See `BackendModel`."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for layer in self._layers[group]:
+                self._caches[layer].blocks[:, target] = self._caches[layer].blocks[:, source]
+
+    def read_blocks(self, group: int, blocks: I32) -> U8:
+        """See `BackendModel`: float32 [layers, K and V, block_size, kv_heads, head_dim] of each block."""
+        content = np.stack([self._caches[layer].blocks[:, blocks].swapaxes(0, 1) for layer in self._layers[group]], 1)
+        return content.view(np.uint8).reshape(len(blocks), -1)
+
+    def write_blocks(self, group: int, blocks: I32, content: U8) -> None:
+        """See `BackendModel`. Raises ValueError for content of another size."""
+        layers = self._layers[group]
+        _, _, *shape = self._caches[layers[0]].blocks.shape
+        values = content.view(np.float32).reshape(len(blocks), len(layers), 2, *shape)
+        for number, layer in enumerate(layers):
+            self._caches[layer].blocks[:, blocks] = values[:, number].swapaxes(0, 1)
 
     def forward(self, batch: Batch) -> F32:
         """See `BackendModel`. The result is a new array."""
@@ -159,26 +179,24 @@ class _Inputs(msgspec.Struct, frozen=True):
 
 
 class _LayerCache:
-    """K and V of one layer: [num_blocks, block_size, kv_heads, head_dim], addressed through block tables."""
+    """K and V of one layer: `blocks` [2, num_blocks, block_size, kv_heads, head_dim], addressed through block tables."""
 
     def __init__(self, layout: KVLayout, group: int, *, kv_heads: int, head_dim: int) -> None:
         self.group = group
         self.block_size = layout.block_size
-        shape = (layout.num_blocks[group], layout.block_size, kv_heads, head_dim)
-        self._k = np.zeros(shape, np.float32)
-        self._v = np.zeros(shape, np.float32)
+        self.blocks: F32 = np.zeros((2, layout.num_blocks[group], layout.block_size, kv_heads, head_dim), np.float32)
 
     def write(self, table: I32, positions: I32, k: F32, v: F32) -> None:
         """Stores k and v [n, kv_heads, head_dim] at the positions of one row."""
         blocks, offsets = table[positions // self.block_size], positions % self.block_size
-        self._k[blocks, offsets] = k
-        self._v[blocks, offsets] = v
+        self.blocks[0, blocks, offsets] = k
+        self.blocks[1, blocks, offsets] = v
 
     def read(self, table: I32, start: int, stop: int) -> tuple[F32, F32]:
         """K and V [kv_heads, stop - start, head_dim] of positions start..stop-1 of one row."""
         positions = np.arange(start, stop)
         blocks, offsets = table[positions // self.block_size], positions % self.block_size
-        return self._k[blocks, offsets].swapaxes(0, 1), self._v[blocks, offsets].swapaxes(0, 1)
+        return self.blocks[0, blocks, offsets].swapaxes(0, 1), self.blocks[1, blocks, offsets].swapaxes(0, 1)
 
 
 class NumpyOps:
