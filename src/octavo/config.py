@@ -194,6 +194,21 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = None
 
 
+class ResponsesConfig(Section, frozen=True, kw_only=True):
+    """What is kept of the Responses API."""
+
+    responses_store: Annotated[
+        bool, Help("keep responses on disk, for retrieval and previous_response_id, unless a request says store=false")
+    ] = False
+    responses_store_path: Annotated[
+        str | None,
+        Help("file for kept responses (SQLite); default: responses.sqlite beside the model cache", metavar="FILE"),
+    ] = None
+    responses_store_max: Annotated[int, Help("most responses that are kept; the oldest go first", low=1)] = 10_000
+    responses_store_max_bytes: Annotated[int, Help("most bytes that are kept; the oldest go first", low=1024)] = 1 << 30
+    responses_store_ttl: Annotated[float, Help("seconds that a response is kept", low=1)] = 30 * 86400.0
+
+
 class Config(Section, frozen=True, kw_only=True):
     """Everything `octavo serve` and `LLM` are configured by."""
 
@@ -202,3 +217,4 @@ class Config(Section, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     backend: BackendConfig = BackendConfig()
     server: ServerConfig = ServerConfig()
+    responses: ResponsesConfig = ResponsesConfig()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.config import Config, ServerConfig
+from octavo.config import Config, ResponsesConfig, ServerConfig
 from octavo.obs.events import EventLog
 from octavo.obs.metrics import Metrics
 from octavo.server.app import App
@@ -25,6 +25,7 @@ class Call:
     body: Any = None
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=dict)
+    query: bytes = b""
     status: int = 0
     answer_headers: dict[str, str] = field(default_factory=dict)
     parts: list[bytes] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Call:
         headers = [(b"content-type", b"application/json")]
         headers += [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
         scope = {
-            "type": "http", "method": self.method, "path": self.path, "headers": headers, "query_string": b"", "root_path": "",
+            "type": "http", "method": self.method, "path": self.path, "headers": headers, "query_string": self.query, "root_path": "",
             "scheme": "http", "server": ("x", 80), "http_version": "1.1",
         }  # fmt: skip
         await self.app(scope, receive, send)
@@ -68,13 +69,19 @@ class Call:
 
 @contextlib.asynccontextmanager
 async def application(
-    script: Any, *, server: ServerConfig | None = None, **options: Any
+    script: Any, *, server: ServerConfig | None = None, responses: ResponsesConfig | None = None, **options: Any
 ) -> AsyncIterator[tuple[App, Metrics]]:
     """The application over an engine that answers by the script. `options` are those of `scripted.running`."""
     events, metrics = EventLog(), Metrics("scripted")
     events.add_sink(metrics)
     async with running(script, events=events, **options) as engine:
-        yield App(Config(server=server or ServerConfig()), engine, events, metrics), metrics
+        config = Config(server=server or ServerConfig(), responses=responses or ResponsesConfig())
+        app = App(config, engine, events, metrics)
+        try:
+            yield app, metrics
+        finally:
+            await engine.close()
+            await app.close()
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float:

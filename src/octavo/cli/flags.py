@@ -29,7 +29,12 @@ from octavo.errors import ConfigError
 
 _log = logging.getLogger("octavo")
 
-_ALIASES = {"VLLM_API_KEY": "api_key", "VLLM_HOST": "host", "VLLM_PORT": "port"}
+_ALIASES = {
+    "VLLM_API_KEY": "api_key",
+    "VLLM_HOST": "host",
+    "VLLM_PORT": "port",
+    "VLLM_ENABLE_RESPONSES_API_STORE": "responses_store",
+}
 _OTHER_VARIABLES = ("OCTAVO_HOME", "OCTAVO_ISA")
 """Read elsewhere: where models are kept, and the instruction set to use."""
 

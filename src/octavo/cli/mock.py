@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("mock", help="a server without a model, for practising clients", description=__doc__)
     parser.add_argument("--ttft-ms", type=duration, default=0.0, metavar="MS", help="time to the first token")
     parser.add_argument("--itl-ms", type=duration, default=0.0, metavar="MS", help="time between tokens")
-    add_flags(parser, ("scheduler", "server"))
+    add_flags(parser, ("scheduler", "server", "responses"))
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", default=("mock",), help="names of the pretended model"
     )

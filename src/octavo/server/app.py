@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.config import Config
+from octavo.config import Config, ResponsesConfig
 from octavo.errors import InvalidRequestError, NotReadyError
 from octavo.frontend.engine import AsyncEngine
+from octavo.loaders.catalogue import cache_folder
 from octavo.obs.events import EventLog, HttpRequestDone, RequestRefused
 from octavo.obs.metrics import Metrics
 from octavo.server import utility
@@ -23,6 +25,8 @@ from octavo.server.completions import completions
 from octavo.server.context import Context
 from octavo.server.door import Door, with_cors
 from octavo.server.errors import error_object, error_response
+from octavo.server.responses.handlers import ResponsesApi
+from octavo.server.responses.store import ResponseStore
 
 Handler = Callable[[Context, Request], Awaitable[ASGIApp]]
 
@@ -54,11 +58,17 @@ class App:
         self._keys = Keys(config.server.api_key)
         self._door = Door(config.server, bound_host or config.server.host)
         self._http = with_cors(self._serve, config.server)
+        self._responses = ResponsesApi(_store(config.responses))
         self._routes: list[tuple[Route, Handler]] = [
             (Route(path, _unused, methods=[method]), handler)
             for method, path, handler in (
                 ("POST", "/v1/chat/completions", chat_completions),
                 ("POST", "/v1/completions", completions),
+                ("POST", "/v1/responses", self._responses.create),
+                ("GET", "/v1/responses/{id}", self._responses.retrieve),
+                ("DELETE", "/v1/responses/{id}", self._responses.delete),
+                ("POST", "/v1/responses/{id}/cancel", self._responses.cancel),
+                ("GET", "/v1/responses/{id}/input_items", self._responses.items),
                 ("GET", "/v1/models", utility.models),
                 ("GET", "/v1/models/{name:path}", utility.one_model),
                 ("POST", "/tokenize", utility.tokenize),
@@ -70,6 +80,10 @@ class App:
                 ("GET", "/metrics", utility.MetricsRoute(metrics)),
             )
         ]
+
+    async def close(self) -> None:
+        """Ends what requests have left behind. To be called after the engine's end."""
+        await self._responses.close()
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -147,6 +161,13 @@ class App:
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
                 return
+
+
+def _store(config: ResponsesConfig) -> ResponseStore | None:
+    if not config.responses_store:
+        return None
+    path = config.responses_store_path
+    return ResponseStore(config, Path(path) if path else cache_folder().parent / "responses.sqlite")
 
 
 async def _unused(request: Request) -> ASGIApp:

@@ -57,8 +57,8 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
         return await _whole(context, request, body, prepared, ids, usage, headers)
     answer = ChatStream(context, body, prepared, ids, usage, options)
 
-    def last() -> msgspec.Struct | None:
-        return ChatChunk(**ids.fields(), choices=[], usage=usage.usage()) if options.include_usage else None
+    async def last() -> list[ChatChunk]:
+        return [ChatChunk(**ids.fields(), choices=[], usage=usage.usage())] if options.include_usage else []
 
     return await stream(context, request, [prepared], lambda _, delta: answer.chunks(delta), last, headers, interval)
 

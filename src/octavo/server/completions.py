@@ -89,8 +89,8 @@ async def completions(context: Context, request: Request) -> ASGIApp:
             now = usage.usage() if options.continuous_usage_stats else quiet_usage
             yield TextCompletion(**ids.fields(), choices=[choice], usage=now)
 
-    def last() -> msgspec.Struct | None:
-        return TextCompletion(**ids.fields(), choices=[], usage=usage.usage()) if options.include_usage else None
+    async def last() -> list[TextCompletion]:
+        return [TextCompletion(**ids.fields(), choices=[], usage=usage.usage())] if options.include_usage else []
 
     return await stream(context, request, prepared, render, last, headers, interval)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ def truncation(body: ChatCompletionRequest | CompletionRequest) -> Truncation | 
 class Frames:
     """How an API writes a stream: each chunk, an error that ends it, and its natural end."""
 
-    chunk: Callable[[msgspec.Struct], bytes]
+    chunk: Callable[[Any], bytes]
     error: Callable[[OctavoError], bytes]
     end: bytes = b""
 
@@ -158,13 +158,13 @@ async def stream(
     context: Context,
     request: Request,
     prepared: Sequence[Prepared],
-    render: Callable[[int, Delta], Iterable[msgspec.Struct]],
-    last: Callable[[], msgspec.Struct | None],
+    render: Callable[[int, Delta], Iterable[Any]],
+    last: Callable[[], Awaitable[Sequence[Any]]],
     headers: dict[str, str],
     interval: int = 1,
     frames: Frames = OPENAI_FRAMES,
 ) -> ASGIApp:
-    """Runs as a stream: chunks of `render(prompt, delta)`, then `last()` if any, then the end that `frames` has for it. Deltas of a
+    """Runs as a stream: chunks of `render(prompt, delta)`, then those of `last()`, then the end that `frames` has for it. Deltas of a
     choice are put together until they hold `interval` tokens.
 
     An error before the first delta is raised, so that it becomes a plain HTTP error; a later one is an error event that ends the
@@ -203,8 +203,8 @@ async def stream(
                     return
                 for piece in await rendered(prompt, delta):
                     yield piece
-            if (closing := last()) is not None:
-                yield frames.chunk(closing)
+            for chunk in await last():
+                yield frames.chunk(chunk)
             if frames.end:
                 yield frames.end
 

@@ -212,10 +212,11 @@ def decode(body: bytes, kind: type[R]) -> R:
     if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and is_deeper(raw, MAX_JSON_DEPTH):
         raise InvalidRequestError(f"the body is nested more than {MAX_JSON_DEPTH} levels deep")
     known = kind.__struct_fields__
+    not_built: dict[str, tuple[Any, ...]] = getattr(kind, "not_built", _NOT_BUILT)
     for name in [name for name in raw if name not in known]:
-        if name in _NOT_BUILT:
+        if name in not_built:
             value = raw.pop(name)
-            if value is not None and value not in _NOT_BUILT[name]:
+            if value is not None and value not in not_built[name]:
                 raise UnsupportedFieldError(f"{name} is not supported by this server", param=name)
         else:
             near = difflib.get_close_matches(name[:80], known, n=1)

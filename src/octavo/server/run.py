@@ -118,6 +118,7 @@ class _Serving:
             server.should_exit = True
             await serving
             await engine.close()
+            await app.close()
         if self._fault:
             _log.error("stopped: %s", self._fault)
             return 1

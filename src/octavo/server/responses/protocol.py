@@ -1,0 +1,117 @@
+"""The request of POST /v1/responses, and its fields that this server does not have.
+
+Items of `input`, `tools` and `text.format` are unions by a `type`; `octavo.server.responses.convert` reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from octavo.server.protocol import Metadata, ReasoningEffort
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`effort` as in chat. Reasoning is shown as it is; there is nobody to summarize it, so "auto" gives no summary."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`format`: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name", "schema", ...}."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Obfuscation pads events against eavesdroppers who see their sizes; this server does not pad."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses. None means not given.
+
+    `include` "reasoning.encrypted_content" is for carrying reasoning from one stateless request to the next: reasoning items have
+    their text in `content`, in clear, and may be sent back as they are. `max_tool_calls` bounds calls of built-in tools, of which
+    this server has none.
+    """
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    background: bool | None = None
+    include: list[Includable] | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: Metadata | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    temperature: float | None = None
+    text: TextOptions | None = None
+    top_logprobs: int | None = None
+    top_p: float | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    stream_interval: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+
+    not_built: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "structured_outputs": (),
+        "priority": (0,),
+        "include_reasoning": (True,),
+        "access_programs": (),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "moderation": (),
+        "prompt": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "service_tier": ("auto", "default"),
+        "previous_input_messages": (),
+        "enable_response_messages": (False,),
+        "vllm_xargs": (),
+        "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "watermarking": (False,),
+        "media_io_kwargs": (),
+        "mm_processor_kwargs": (),
+        "mm_payload": (),
+        "return_mm_kwargs": (False,),
+    }
