@@ -22,9 +22,9 @@ from octavo.config import Config
 
 Progress = Callable[[str, int, int], None]
 
-_CONCURRENCIES = (1, 4, 16, 40, 64)
-_WORDS, _OUTPUT = 100, 48
-_ALONE = 12
+_CONCURRENCIES = (1, 4, 16, 64)
+_WORDS, _OUTPUT = 60, 32
+_ALONE = 8
 """Lone requests, one after another, whose first tokens are timed."""
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from octavo.errors import ConfigError
 
 PERCENTILES = (50, 90, 95, 99)
-_TIMES = ("ttft", "tpot", "itl", "e2el")
+QUANTILES = (*(share / 40 for share in range(40)), 0.98, 0.985, 0.99, 0.995, 0.999, 1.0)
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -96,18 +96,22 @@ def figures(
     }
     if goodput:
         result["request_goodput"] = sum(_meets(outcome, goodput) for outcome in good) / seconds
-    values = {
-        "ttft": np.array([o.ttft_ms for o in good]),
-        "tpot": np.array([tpot for o in good if (tpot := o.tpot_ms) is not None]),
-        "itl": np.concatenate([np.frombuffer(o.gaps_s) for o in good if o.gaps_s] or [np.empty(0)]) * 1e3,
-        "e2el": np.array([o.e2el_ms for o in good]),
-    }
-    for name in _TIMES:
-        if len(values[name]):
-            result |= _spread(name, values[name])
+    for name, values in _times(good).items():
+        if len(values):
+            result |= _spread(name, values)
     if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
         result["errors"] = sorted(set(errors))[:5]
     return result
+
+
+def quantiles(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """The times in ms at the shares `QUANTILES` of all requests or gaps: enough to draw a distribution."""
+    good = [outcome for outcome in outcomes if outcome.error is None and outcome.first_s is not None]
+    return {
+        name: [round(float(value), 3) for value in np.quantile(values, QUANTILES)]
+        for name, values in _times(good).items()
+        if len(values)
+    }
 
 
 def by_kind(outcomes: Sequence[Outcome], goodput: Mapping[str, float] | None = None) -> dict[str, dict[str, Any]]:
@@ -141,12 +145,23 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
+def _times(good: Sequence[Outcome]) -> dict[str, npt.NDArray[np.float64]]:
+    """All TTFT, TPOT, gaps and whole times of requests that succeeded, in ms."""
+    return {
+        "ttft": np.array([o.ttft_ms for o in good]),
+        "tpot": np.array([tpot for o in good if (tpot := o.tpot_ms) is not None]),
+        "itl": np.concatenate([np.frombuffer(o.gaps_s) for o in good if o.gaps_s] or [np.empty(0)]) * 1e3,
+        "e2el": np.array([o.e2el_ms for o in good]),
+    }
+
+
 def _spread(name: str, values: Any) -> dict[str, float]:
     spread = {f"mean_{name}_ms": values.mean(), f"median_{name}_ms": np.median(values), f"std_{name}_ms": values.std()}
     spread |= {
         f"p{percent}_{name}_ms": value
         for percent, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
     }
+    spread[f"max_{name}_ms"] = values.max()
     return {key: float(value) for key, value in spread.items()}
 
 

@@ -127,3 +127,56 @@ def load_table(results: Mapping[str, Result], what: str = "requests of") -> list
 
 def _aligned(text: str, value: float, digits: int) -> str:
     return f"{text:<40} {value:<10.{digits}f}"
+
+
+def scenario_report(result: Result) -> list[str]:
+    """A scenario's runs and claims, as lines of Markdown."""
+    lines: dict[str, Result] = {}
+    for label, run in result["runs"].items():
+        kinds = run["kinds"] or {"": run}
+        lines |= {f"{label}: {kind}" if kind else label: found for kind, found in kinds.items()}
+    claims = [
+        (
+            claim["text"],
+            f"{claim['value']:.3g} {claim['unit']}",
+            _limit(claim),
+            {True: "yes", False: "NO", None: ""}[claim["holds"]],
+        )
+        for claim in result["claims"]
+    ]
+    report = load_table(lines, "run")
+    return [*report, "", *table(("claim", "measured", "limit", "holds"), claims, text_columns=1)] if claims else report
+
+
+_COMPARED = {
+    "output_throughput": "tok/s",
+    "median_ttft_ms": "TTFT p50",
+    "median_itl_ms": "ITL p50",
+    "median_e2el_ms": "E2EL p50",
+}
+
+
+def comparison(result: Result, other: Result) -> list[str]:
+    """What the second result says of each run, as shares of what the first says: for a prediction and what then came."""
+    rows = [
+        (
+            label,
+            *(
+                f"{100 * other['runs'][label][key] / run[key]:.0f} %"
+                if run.get(key) and key in other["runs"][label]
+                else ""
+                for key in _COMPARED
+            ),
+        )
+        for label, run in result["runs"].items()
+        if label in other["runs"]
+    ]
+    what = f"{other['by']} {other['date']}, of what {result['by']} {result['date']} gave"
+    return [what + ":", "", *table(("run", *_COMPARED.values()), rows, text_columns=1)]
+
+
+def _limit(claim: Result) -> str:
+    for key, words in (("at_most", "at most"), ("at_least", "at least")):
+        if claim[key] is not None:
+            return f"{words} {claim[key]:g} {claim['unit']}"
+    return ""

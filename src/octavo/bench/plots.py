@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.bench.figures import Outcome
+from octavo.bench.figures import QUANTILES, Outcome
 from octavo.errors import ConfigError
 
 Result = Mapping[str, Any]
@@ -125,6 +125,28 @@ def plot_load(result: Result, outcomes: Sequence[Outcome], path: Path) -> None:
     axes[3].set(title="output", xlabel="second of the run", ylabel="tokens per second")
     axes[0].legend()
     _save(figure, path, result)
+
+
+def plot_scenario(results: Sequence[Result], path: Path) -> None:
+    """Distributions of TTFT and of gaps between tokens, run by run and kind by kind; results of simulations are dashed."""
+    require_matplotlib()
+    figure, axes = _figure(2)
+    for result in results:
+        style = "-" if result["by"] == "server" else "--"
+        number = 0
+        for label, run in result["runs"].items():
+            for kind, found in (run["kinds"] or {"": run}).items():
+                name = f"{label}: {kind}" if kind else label
+                for axis, key in zip(axes, ("ttft", "itl"), strict=True):
+                    if key in found["quantiles"]:
+                        title = name if style == "-" else f"{name}, simulated"
+                        axis.plot(found["quantiles"][key], QUANTILES, linestyle=style, color=f"C{number}", label=title)
+                number += 1
+    for axis, title in zip(axes, ("time to first token", "gap between tokens"), strict=True):
+        axis.set(title=title, xlabel="ms", ylabel="share below", xscale="log")
+        axis.grid(visible=True, alpha=0.3)
+    axes[0].legend(fontsize="small")
+    _save(figure, path, results[0])
 
 
 def _figure(columns: int) -> tuple[Any, Any]:

@@ -77,13 +77,18 @@ def read_results(folder: Path) -> dict[Path, Result]:
     """The results of a folder by file, in the order of their names. Raises ConfigError for a file that cannot be read."""
     results: dict[Path, Result] = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from None
+        result = read_result(path)
         if isinstance(result, dict) and "kind" in result:
             results[path] = result
     return results
+
+
+def read_result(path: Path) -> Any:
+    """What a result file holds. Raises ConfigError when it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def kernels_table(result: Result) -> list[str]:

@@ -50,13 +50,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs in order of being sent, of which `max_concurrency` at most run at once; further ones wait at the client, unseen by the
-    server.
+    """Jobs in order of being sent, of which `max_concurrency` at most run at once; further ones wait at the client, unseen by the server.
+
+    Jobs whose turn comes later than `until_s` are not sent at all, so that sessions can go on for a time instead of a number.
     """
 
     name: str
     jobs: tuple[Job, ...]
     max_concurrency: int | None = None
+    until_s: float = float("inf")
     seed: int = 0
 
     def word_indices(self, job: Job) -> tuple[int, ...]:

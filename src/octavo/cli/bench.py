@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.bench_load import add_costs, add_serve, add_simulate
+from octavo.cli.bench_load import add_costs, add_scenario, add_serve, add_simulate
 from octavo.cli.bench_output import add_result_flags, bar, byte_bar, warn_if_loaded, write_result
 from octavo.cli.flags import Parser, add_flags
 from octavo.errors import ConfigError
@@ -36,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
     add_serve(verbs)
     add_costs(verbs)
     add_simulate(verbs)
+    add_scenario(verbs)
     _add_synthesize(verbs)
     _add_report(verbs)
 

@@ -1,4 +1,4 @@
-"""`octavo bench costs|simulate|serve`: what a step costs, traffic through a simulated engine, and traffic through a real server."""
+"""`octavo bench costs|simulate|serve|scenario`: what a step costs, and traffic through a simulated engine or a real server."""
 
 from __future__ import annotations
 
@@ -305,8 +305,7 @@ def _run_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--extra-body is no JSON object: {error}", param="extra_body") from None
     if arguments.num_warmups < 0:
         raise ConfigError("--num-warmups must not be negative", param="num_warmups")
-    if arguments.plot is not None and arguments.plot.suffix not in (".svg", ".png"):
-        raise ConfigError("--plot must end in .svg or .png", param="plot")
+    check_plot(arguments.plot)
     traffic, goodput = traffic_of(arguments), parse_goodput(arguments.goodput)
     model = arguments.model or asyncio.run(first_model(arguments.base_url, keys.get("")))
     target = Target(
@@ -327,3 +326,81 @@ def _run_serve(arguments: argparse.Namespace) -> int:
         plot_load(result, outcomes, arguments.plot)
     write_result(result, arguments)
     return 0 if result["completed"] else 1
+
+
+def add_scenario(verbs: Any) -> None:
+    """Adds `octavo bench scenario`."""
+    from octavo.bench.scenarios import SCENARIOS
+
+    parser = verbs.add_parser(
+        "scenario",
+        help="situations that servers are judged by, with what shall hold in them",
+        description="Starts servers, sends a scenario's traffic to each and checks its claims; exits with 1 when one does not hold. "
+        + " ".join(f"{name}: {scenario.description}." for name, scenario in SCENARIOS.items()),
+    )
+    parser.add_argument("name", choices=tuple(SCENARIOS), metavar="NAME", help=f"one of {', '.join(SCENARIOS)}")
+    parser.add_argument("--model", metavar="MODEL", help="serve this model instead of the scenario's own")
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="measure N times, taking turns, and take medians (default 1)"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the first round's prompts (default 1)")
+    parser.add_argument("--simulate", action="store_true", help="ask the simulator instead of servers")
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="result of octavo bench costs to simulate with (default: the newest)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distributions of latencies (.svg or .png)")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="RESULT",
+        help="compare with an earlier result, such as a simulated one, also in the plot",
+    )
+    add_result_flags(parser)
+    parser.set_defaults(run=_run_scenario)
+
+
+def _run_scenario(arguments: argparse.Namespace) -> int:
+    from octavo.bench.load_report import comparison, scenario_report
+    from octavo.bench.local.costs import read_costs
+    from octavo.bench.report import read_result
+    from octavo.bench.scenario_runs import run_scenario
+    from octavo.bench.scenarios import SCENARIOS
+
+    scenario = SCENARIOS[arguments.name]
+    check_plot(arguments.plot)
+    beside = [] if arguments.beside is None else [read_result(arguments.beside)]
+    if any(result.get("scenario") != scenario.name for result in beside):
+        raise ConfigError(f"{arguments.beside} is no result of the scenario {scenario.name}", param="beside")
+    costs = None
+    if arguments.simulate:
+        costs = read_costs(arguments.costs, arguments.model or scenario.model)
+    else:
+        warn_if_loaded()
+    with bar() as progress:
+        result = run_scenario(
+            scenario,
+            model=arguments.model,
+            rounds=arguments.rounds,
+            seed=arguments.seed,
+            costs=costs,
+            progress=progress,
+        )
+    print(f"{scenario.description}; {result['model']}, by {result['by']}\n")
+    print("\n".join(scenario_report(result)))
+    for other in beside:
+        print("\n".join(["", *comparison(result, other)]))
+    if arguments.plot is not None:
+        from octavo.bench.plots import plot_scenario
+
+        plot_scenario([result, *beside], arguments.plot)
+    write_result(result, arguments)
+    return 1 if any(claim["holds"] is False for claim in result["claims"]) else 0
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuses a file that nothing can be drawn into, before anything is measured. Raises ConfigError."""
+    if path is not None and path.suffix not in (".svg", ".png"):
+        raise ConfigError("--plot must end in .svg or .png", param="plot")

@@ -91,7 +91,9 @@ def test_sessions_wait_and_think() -> None:
 def test_prefixes_are_cached_by_the_real_cache() -> None:
     jobs = [_job(330, 4, name="same"), _job(330, 4, name="same")]
     warm = simulate(_traffic(*jobs, max_concurrency=1), COSTS, Config())
-    assert [outcome.cached_tokens for outcome in warm.outcomes] == [0, 320]
+    first, second = (outcome.cached_tokens for outcome in warm.outcomes)
+    assert first == 0
+    assert 320 <= second < 330
     assert warm.outcomes[1].ttft_ms < warm.outcomes[0].ttft_ms
     off = Config(cache=CacheConfig(enable_prefix_caching=False))
     assert simulate(_traffic(*jobs, max_concurrency=1), COSTS, off).figures()["total_cached_tokens"] == 0

@@ -64,7 +64,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def drive(traffic: Traffic, target: Target, progress: Progress | None = None) -> list[Outcome]:
-    """Sends all jobs when they are due and returns their stories in order. A failed request is a story, no exception."""
+    """Sends all jobs when they are due and returns the stories of those sent, in order. A failed request is a story, no exception."""
     import aiohttp
 
     traffic.check()
@@ -75,7 +75,7 @@ async def drive(traffic: Traffic, target: Target, progress: Progress | None = No
     ) as session:
         client.begin()
         await asyncio.gather(*(client.run_session(session, chain) for chain in sessions(traffic.jobs)))
-    return client.outcomes
+    return [outcome for index, outcome in enumerate(client.outcomes) if index in client.sent]
 
 
 async def first_model(base_url: str, key: str | None = None) -> str:
@@ -112,6 +112,7 @@ class _Client:
         self._traffic, self._target, self._progress = traffic, target, progress
         self.outcomes = [Outcome(kind=job.kind, tenant=job.tenant, sent_s=0.0) for job in traffic.jobs]
         self._places = asyncio.Semaphore(traffic.max_concurrency or len(traffic.jobs))
+        self.sent: set[int] = set()
         self._num_ended = 0
         self._began = 0.0
 
@@ -129,6 +130,9 @@ class _Client:
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             async with self._places:
+                if self._now() > self._traffic.until_s:
+                    return
+                self.sent.add(index)
                 await self._send(session, job, self.outcomes[index])
             self._num_ended += 1
             self._progress(self._num_ended, len(self.outcomes))

@@ -4,8 +4,8 @@
 
 T: tokens computed in the step, with a piecewise linear `tokens` (every token passes the same matrices, whose cost per token falls with
 their number). S: rows that sample (head and sampler). D: positions that rows of one token attend to, P: those that the tokens of longer
-rows attend to (attention). The terms are fitted by least squares of relative errors and are never negative; the fit's errors are kept
-beside them.
+rows attend to (attention). The terms are never negative and have the least sum of relative errors' amounts, so that moments in which the
+machine was busy with something else do not pull them. The fit's errors are kept beside them.
 
 Points are measured as a server would run them: slots fill with different content chunk by chunk, since memory that was never written is
 faster to read. `scheduler` is the Python around a step: planning, committing.
@@ -56,7 +56,7 @@ Progress = Callable[[str, int, int], None]
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_SHARE_OF_STAGES = ((96, 1.0), (480, 0.5), (1800, 0.125), (6000, 0.03))
+_SHARE_OF_STAGES = ((96, 1.0), (400, 0.25), (1500, 0.05), (5000, 0.02))
 """(context, share of the slots that are filled so far): few long ones, as the cache and patience are limited."""
 _REPEATS = 5
 _ROOM_FOR_SAMPLES = 400
@@ -275,8 +275,12 @@ class _Bench:
         rows = [(slot, 1, True) for slot in range(slots - 1)]
         found = [
             self._repeated([*rows[:share], (slots - 1, count, True)], 1)
-            for share in {1, max(1, len(rows) // 4), len(rows)}
-            for count in (16, max(16, self._budget // 2), max(1, self._budget - share))
+            for share, count in (
+                (1, self._budget - 1),
+                (max(1, len(rows) // 4), self._budget // 2),
+                (len(rows), 16),
+                (len(rows), self._budget // 4),
+            )
             if self._room(slots - 1, count)
         ]
         half = self._budget // 2
@@ -321,7 +325,7 @@ class _Bench:
 
 
 def fit(points: Sequence[Point]) -> StepCosts:
-    """The terms that fit the points best, by least squares of relative errors. Raises ConfigError without points."""
+    """The terms whose relative errors have the smallest sum of amounts. Raises ConfigError without points."""
     if not points:
         raise ConfigError("there is nothing to fit costs to")
     totals = {sum(count for _, count, _ in point.rows) for point in points}
@@ -334,7 +338,7 @@ def fit(points: Sequence[Point]) -> StepCosts:
     # Terms differ by many orders of magnitude: columns are scaled to 1 before they are fitted.
     relative = design / seconds[:, None]
     scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
-    terms = _nonnegative_least_squares(relative / scale, np.ones(len(points))) / scale
+    terms = _nonnegative_least_deviations(relative / scale, np.ones(len(points))) / scale
     tokens, (sampled, decode_pairs, prefill_pairs) = terms[: len(knots)], terms[len(knots) :].tolist()
     return StepCosts(
         token_knots=tuple(knots),
@@ -353,6 +357,15 @@ def _features(point: Point, knots: Sequence[int]) -> F64:
     decode = sum(start + 1 for start, count, _ in point.rows if count == 1)
     prefill = sum(count * start + count * (count + 1) // 2 for start, count, _ in point.rows if count > 1)
     return np.concatenate((hats, [sampled, decode, prefill]))
+
+
+def _nonnegative_least_deviations(a: F64, b: F64, rounds: int = 25) -> F64:
+    """Minimizes the sum of |a x - b| over x >= 0, by least squares whose weights follow the residuals (Schlossmacher, 1973)."""
+    x = _nonnegative_least_squares(a, b)
+    for _ in range(rounds):
+        weights = 1 / np.sqrt(np.maximum(np.abs(a @ x - b), 1e-3))
+        x = _nonnegative_least_squares(a * weights[:, None], b * weights)
+    return x
 
 
 def _nonnegative_least_squares(a: F64, b: F64, rounds: int = 20_000) -> F64:

@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 class Simulation(msgspec.Struct, kw_only=True):
-    """What came out: the jobs' stories in order of the traffic, and the engine's side."""
+    """What came out: the stories of the jobs sent, in order of the traffic, and the engine's side."""
 
     outcomes: list[Outcome]
     engine: dict[str, float]
@@ -83,7 +83,8 @@ def simulate(traffic: Traffic, costs: Costs, config: Config, progress: Progress 
     wall_s = time.perf_counter() - started
     engine = world.engine_figures()
     engine |= {"simulation_wall_s": wall_s, "wall_us_per_step": 1e6 * wall_s / max(engine["steps"], 1)}
-    return Simulation(outcomes=world.outcomes, engine=engine)
+    sent = [outcome for index, outcome in enumerate(world.outcomes) if index in world.sent]
+    return Simulation(outcomes=sent, engine=engine)
 
 
 class _Clock:
@@ -159,6 +160,7 @@ class _World:
         """Jobs that wait at the client because enough others run."""
         self._arriving: list[tuple[float, int, int]] = []
         """(time, order, job): sent, and not yet in the engine."""
+        self.sent: set[int] = set()
         self._places = len(jobs) if traffic.max_concurrency is None else traffic.max_concurrency
         self._num_ended = 0
         self._steps: dict[str, array[float]] = {
@@ -198,6 +200,9 @@ class _World:
                 self._ready.append(job)
 
     def _depart(self, job: int, sent_s: float) -> None:
+        if sent_s > self._traffic.until_s:
+            return
+        self.sent.add(job)
         self._places -= 1
         self.outcomes[job].sent_s = sent_s
         heapq.heappush(self._arriving, (sent_s + self._request_s, next(self._order), job))
