@@ -102,17 +102,30 @@ void register_sampler(nb::module_& m) {
       .def(
           "sample",
           [](Sampler& self, const Matrix<float>& logits, const Vector<const std::int32_t>& slots,
-             const Vector<const std::int64_t>& positions) {
+             const Vector<const std::int64_t>& positions, const std::optional<Matrix<const std::uint32_t>>& mask_words,
+             const std::optional<Vector<const std::int32_t>>& mask_rows) {
             check_shape(self, logits.shape(0), logits.shape(1), slots.shape(0));
+            if (mask_words.has_value() != mask_rows.has_value())
+              throw std::invalid_argument("mask_words and mask_rows come together");
+            if (mask_rows && mask_rows->shape(0) != slots.shape(0))
+              throw std::invalid_argument("masks for " + std::to_string(mask_rows->shape(0)) + " rows; expected " +
+                                          std::to_string(slots.shape(0)));
+            RowMasks masks;
+            if (mask_words) {
+              masks.words = {mask_words->data(), mask_words->size()};
+              masks.num_words = static_cast<std::int64_t>(mask_words->shape(1));
+              masks.rows = view(*mask_rows);
+            }
             SampledRows rows;
             {
               const nb::gil_scoped_release release;
-              rows = self.sample(logits.data(), view(slots), view(positions));
+              rows = self.sample(logits.data(), view(slots), view(positions), masks);
             }
             return nb::make_tuple(to_numpy(std::move(rows.tokens)), to_numpy(codes(rows.status)),
                                   to_tuple(std::move(rows.logprobs)));
           },
           "logits"_a.noconvert(), "slots"_a.noconvert(), "positions"_a.noconvert(),
+          "mask_words"_a.noconvert() = nb::none(), "mask_rows"_a.noconvert() = nb::none(),
           "(tokens, statuses, (offsets, ids, logprobs, ranks)), by row and flat.")
       .def(
           "score",

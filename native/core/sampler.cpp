@@ -183,9 +183,19 @@ void Sampler::for_each_row(std::int64_t rows, const Body& body) {
     for (std::int32_t row = 0; row < static_cast<std::int32_t>(rows); ++row) run(row);
 }
 
-SampledRows Sampler::sample(float* logits, std::span<const std::int32_t> slots,
-                            std::span<const std::int64_t> positions) {
+void Sampler::check_masks(const RowMasks& masks, std::size_t rows) const {
+  if (masks.rows.empty()) return;
+  if (masks.rows.size() != rows)
+    fail("masks for " + std::to_string(masks.rows.size()) + " rows; expected " + std::to_string(rows));
+  const std::int64_t count = masks.num_words > 0 ? static_cast<std::int64_t>(masks.words.size()) / masks.num_words : 0;
+  for (const std::int32_t row : masks.rows)
+    if (row < -1 || row >= count) fail("mask " + std::to_string(row) + " is outside -1.." + std::to_string(count - 1));
+}
+
+SampledRows Sampler::sample(float* logits, std::span<const std::int32_t> slots, std::span<const std::int64_t> positions,
+                            const RowMasks& masks) {
   const std::size_t rows = slots.size();
+  check_masks(masks, rows);
   if (positions.size() != rows)
     fail(std::to_string(positions.size()) + " positions for " + std::to_string(rows) + " rows");
   ++calls_;
@@ -210,8 +220,11 @@ SampledRows Sampler::sample(float* logits, std::span<const std::int32_t> slots,
     const std::int64_t first = logprobs.offsets[row];
     const LogprobOutput output{logprobs.ids.data() + first, logprobs.values.data() + first, &logprobs.ranks[row],
                                static_cast<std::int32_t>(logprobs.offsets[row + 1] - first - 1)};
-    out.status[row] = sample_row(logits + static_cast<std::ptrdiff_t>(row) * vocab_, slot, positions[row],
-                                 &out.tokens[row], output, scratch);
+    const std::uint32_t* mask = nullptr;
+    if (!masks.rows.empty() && masks.rows[row] >= 0)
+      mask = masks.words.data() + static_cast<std::ptrdiff_t>(masks.rows[row]) * masks.num_words;
+    out.status[row] = sample_row(logits + static_cast<std::ptrdiff_t>(row) * vocab_, slot, positions[row], mask,
+                                 masks.num_words, &out.tokens[row], output, scratch);
     if (out.status[row] == RowStatus::kOk) slot.append(out.tokens[row]);
   });
   return out;
@@ -244,15 +257,16 @@ RowScan Sampler::scan(const float* row, Scratch& scratch) const {
   return found;
 }
 
-RowStatus Sampler::sample_row(float* logits, const Slot& slot, std::int64_t position, std::int32_t* token,
-                              const LogprobOutput& out, Scratch& scratch) const {
+RowStatus Sampler::sample_row(float* logits, const Slot& slot, std::int64_t position, const std::uint32_t* mask,
+                              std::int64_t num_words, std::int32_t* token, const LogprobOutput& out,
+                              Scratch& scratch) const {
   RowScan found = scan(logits, scratch);
   if (found.has_nan) return RowStatus::kNan;
   if (found.max == -kInfinity) return RowStatus::kNothingLeft;
 
   // Log-probabilities are of the raw logits, so treatment then works on a copy.
   const bool wants_logprobs = out.num_top >= 0;
-  const bool treats = slot.treats_logits();
+  const bool treats = mask != nullptr || slot.treats_logits();
   const bool copies = wants_logprobs && (treats || found.max == kInfinity);
   float* row = logits;
   if (copies) {
@@ -268,6 +282,7 @@ RowStatus Sampler::sample_row(float* logits, const Slot& slot, std::int64_t posi
     log_sum_exp = write_top_logprobs(logits, found, out, scratch);
   }
 
+  if (mask != nullptr) apply_mask(row, mask, num_words);
   if (treats) treat(row, slot, scratch);
   if (treats || copies) found = scan(row, scratch);
   if (found.max == -kInfinity) return RowStatus::kNothingLeft;
@@ -294,6 +309,20 @@ RowStatus Sampler::score_row(const float* logits, std::int32_t target, const Log
   }
   write_logprob(row, target, write_top_logprobs(row, found, out, scratch), out);
   return RowStatus::kOk;
+}
+
+void Sampler::apply_mask(float* row, const std::uint32_t* mask, std::int64_t num_words) const {
+  for (std::int64_t begin = 0, word = 0; begin < vocab_; begin += 32, ++word) {
+    const std::int64_t end = std::min<std::int64_t>(begin + 32, vocab_);
+    const std::uint32_t bits = word < num_words ? mask[word] : 0;
+    if (bits == 0xffffffffu) continue;
+    if (bits == 0) {
+      std::fill(row + begin, row + end, -kInfinity);
+      continue;
+    }
+    for (std::int64_t i = begin; i < end; ++i)
+      if ((bits >> (i - begin) & 1u) == 0) row[i] = -kInfinity;
+  }
 }
 
 void Sampler::treat(float* row, const Slot& slot, Scratch& scratch) const {

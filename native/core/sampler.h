@@ -68,6 +68,14 @@ struct SampledRows {
   RowLogprobs logprobs;
 };
 
+// Which tokens rows may choose: row r of the logits has the `num_words` words from words[rows[r] * num_words] on, or
+// with -1 may choose any. Token t is bit t % 32 of word t / 32; tokens beyond the words are not allowed. Borrowed.
+struct RowMasks {
+  std::span<const std::uint32_t> words;
+  std::int64_t num_words = 0;
+  std::span<const std::int32_t> rows;  // empty: no row has a mask
+};
+
 // Per-slot sampling state. One caller at a time. A row's result depends on its logits, position and slot alone.
 class Sampler {
  public:
@@ -82,8 +90,10 @@ class Sampler {
   void stop(std::int32_t slot);
 
   // Samples slots.size() rows of `logits` [rows, vocab], which it overwrites, and adds the tokens to the slots' counts.
-  // Throws std::invalid_argument, before anything changes, for a slot that is free or appears twice.
-  SampledRows sample(float* logits, std::span<const std::int32_t> slots, std::span<const std::int64_t> positions);
+  // Throws std::invalid_argument, before anything changes, for a slot that is free or appears twice and for masks that
+  // do not fit.
+  SampledRows sample(float* logits, std::span<const std::int32_t> slots, std::span<const std::int64_t> positions,
+                     const RowMasks& masks = {});
 
   // Log-probability of each row's target and of the `num_top` (-1: all) most likely tokens. Statuses are in `status`.
   // Throws std::invalid_argument for a target out of range.
@@ -156,6 +166,8 @@ class Sampler {
   void for_each_row(std::int64_t rows, const Body& body);
 
   RowScan scan(const float* row, Scratch& scratch) const;
+  void check_masks(const RowMasks& masks, std::size_t rows) const;
+  void apply_mask(float* row, const std::uint32_t* mask, std::int64_t num_words) const;
   void treat(float* row, const Slot& slot, Scratch& scratch) const;
   std::int32_t choose(const float* row, const RowScan& found, const Slot& slot, std::int64_t position,
                       Scratch& scratch) const;
@@ -166,8 +178,8 @@ class Sampler {
   Candidate find_last_by_mass(double target, float max, float scale, Scratch& scratch) const;
   double write_top_logprobs(const float* row, const RowScan& found, const LogprobOutput& out, Scratch& scratch) const;
   void write_logprob(const float* row, std::int32_t token, double log_sum_exp, const LogprobOutput& out) const;
-  RowStatus sample_row(float* logits, const Slot& slot, std::int64_t position, std::int32_t* token,
-                       const LogprobOutput& out, Scratch& scratch) const;
+  RowStatus sample_row(float* logits, const Slot& slot, std::int64_t position, const std::uint32_t* mask,
+                       std::int64_t num_words, std::int32_t* token, const LogprobOutput& out, Scratch& scratch) const;
   RowStatus score_row(const float* logits, std::int32_t target, const LogprobOutput& out, Scratch& scratch) const;
   std::int32_t top_count(std::int32_t num_top) const;
   const Slot& checked(std::int32_t slot) const;

@@ -147,6 +147,15 @@ class BackendConfig(Section, frozen=True, kw_only=True):
     ] = False
 
 
+class StructuredConfig(Section, frozen=True, kw_only=True):
+    """Structured outputs."""
+
+    grammar_timeout: Annotated[
+        float,
+        Help("seconds of CPU time to compile a schema or grammar, else the request is refused", low=1.0, high=3600.0),
+    ] = 10.0
+
+
 class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -216,5 +225,6 @@ class Config(Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     backend: BackendConfig = BackendConfig()
+    structured: StructuredConfig = StructuredConfig()
     server: ServerConfig = ServerConfig()
     responses: ResponsesConfig = ResponsesConfig()

@@ -64,6 +64,7 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. A request with n choices becomes n of these, with `choice` 0..n-1 and one `parent`.
 
+    `grammar` is a source as `octavo.grammar` writes it: only what a `Grammar` allows is sampled, and where it ends the sequence does.
     `namespace` starts the block-hash chain of the prefix cache beside the model's own digest: cache salt, adapter.
     `tenant` is who shares with whom under the policy `fair`. `priority`: lower runs first. The timeouts, in seconds, count from arrival,
     from the first step that runs it and from its first token; None is no limit of the request's own.
@@ -73,6 +74,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: TokenSampling
     parent: str = ""
+    grammar: str | None = None
     namespace: bytes = b""
     tenant: str = "default"
     priority: int = 0
@@ -242,11 +244,35 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     work: ForwardWork | None = None
 
 
+class MaskBits(msgspec.Struct, frozen=True):
+    """Which tokens may be sampled, row by row: `num_words` words of 32 bits each in `words`, token t is bit t % 32 of word t // 32.
+
+    Tokens beyond the words are not allowed. A row whose mask could not be computed allows nothing; `failures` says why.
+    """
+
+    words: bytearray
+    num_words: int
+    failures: dict[int, str]
+
+
+class StepMasks(Protocol):
+    """The masks of a step, row i for `slots[i]`, being computed while its forward runs. Other slots may sample anything."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Slots that sample in this step and are bound to a grammar."""
+        ...
+
+    def wait(self) -> MaskBits:
+        """Blocks until all are computed. May be called again."""
+        ...
+
+
 class StepHandle(Protocol):
     """A submitted step."""
 
-    def sample(self) -> StepResult:
-        """Waits for the forward, samples, and returns the result. Called exactly once."""
+    def sample(self, masks: StepMasks | None = None) -> StepResult:
+        """Waits for the forward and the masks, samples, and returns the result. Called exactly once."""
         ...
 
 
@@ -259,6 +285,37 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Frees device memory and threads. Idempotent."""
+        ...
+
+
+class Grammar(Protocol):
+    """Matchers of structured output, one per sequence that has a grammar. One thread calls it.
+
+    A matcher stands at the start of the output; what it allows depends on its source and the tokens it was advanced by, on nothing else.
+    """
+
+    def prepare(self) -> None:
+        """Does now what the first `open` would otherwise wait for. Idempotent."""
+        ...
+
+    def open(self, request_id: RequestId, source: str) -> None:
+        """Begins to make a matcher, elsewhere than in this thread. `opened` tells when it is there."""
+        ...
+
+    def opened(self) -> Sequence[tuple[RequestId, str | None]]:
+        """Those that came to an end since the last call: there (None), or why there is none."""
+        ...
+
+    def masks(self, rows: Sequence[tuple[Slot, RequestId]]) -> StepMasks:
+        """Begins to compute what each may sample next."""
+        ...
+
+    def advance(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        """Moves a matcher on by sampled tokens."""
+        ...
+
+    def close(self, request_id: RequestId) -> None:
+        """Forgets a matcher, also one that is being made. Idempotent."""
         ...
 
 

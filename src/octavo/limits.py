@@ -77,6 +77,9 @@ MAX_TOOL_NAME_CHARACTERS = 64
 MAX_SCHEMA_BYTES = 1 << 20
 """JSON bytes of one schema, and characters of one regular expression or grammar."""
 
+MAX_GRAMMAR_COPIES_BYTES = 16 << 20
+"""Characters of a compiled grammar times the choices it constrains."""
+
 
 def is_deeper(value: Any, levels: int) -> bool:
     """Whether lists and objects are nested more than so many levels deep; what is neither has no level."""

@@ -88,8 +88,8 @@ def test_errors_map_to_the_sdk_classes(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="no-such-model", messages=user("hi"))
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as unsupported:
-        client.chat.completions.create(model=MODEL, messages=user("hi"), extra_body={"guided_json": {}})
-    assert unsupported.value.param == "guided_json"
+        client.chat.completions.create(model=MODEL, messages=user("hi"), extra_body={"use_beam_search": True})
+    assert unsupported.value.param == "use_beam_search"
 
 
 def test_key_is_needed(guarded: Live) -> None:

@@ -209,7 +209,6 @@ def test_unknown_and_unsupported_fields_are_named(server: Live) -> None:
     assert "temperature" in reply.error()["message"]
     for field, value in (
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
         ("best_of", 3),
     ):
         refused(server.chat(**{field: value}), field, "unsupported_parameter")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from octavo.backends.base import F32, NAN_LOGITS, NOTHING_LEFT, Sampled, Sampler
+from octavo.backends.base import F32, NAN_LOGITS, NOTHING_LEFT, RowMasks, Sampled, Sampler
 from octavo.backends.cpu import _native
 from octavo.backends.cpu.sampler import CpuSampler
 from octavo.backends.numpy.sampler import NumpySampler
@@ -88,6 +88,70 @@ def test_allowed_tokens_mask_all_others(make_sampler: MakeSampler) -> None:
         for position in range(60)
     }
     assert drawn == {2, 4}
+
+
+def row_masks(allowed: Sequence[Sequence[int] | None], vocab: int) -> RowMasks:
+    """Masks that allow the given tokens, none for a row with None; in reverse order, as rows may refer to any."""
+    sets = [ids for ids in allowed if ids is not None]
+    bits = np.zeros((len(sets), -(-vocab // 32) * 32), np.uint8)
+    for row, ids in enumerate(reversed(sets)):
+        bits[row, list(ids)] = 1
+    places = iter(range(len(sets) - 1, -1, -1))
+    return RowMasks(
+        words=np.packbits(bits, axis=1, bitorder="little").view(np.uint32),
+        rows=i32([-1 if ids is None else next(places) for ids in allowed]),
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000, 49152])
+def test_a_mask_is_as_if_no_other_token_were_allowed(make_sampler: MakeSampler, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 4, (6, vocab)).astype(np.float32)
+    allowed = [
+        None,
+        [int(rng.integers(vocab))],
+        sorted({int(token) for token in rng.integers(0, vocab, 20)}),
+        list(range(vocab)),
+        list(range(0, vocab, 2)),
+        None,
+    ]
+    for changes in (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "logprobs": 3, "frequency_penalty": 1.0},
+        {"top_p": 0.8},
+    ):
+        params = [sampling(seed=row, **changes) for row in range(6)]
+        masked, listed = make_sampler(6, vocab), make_sampler(6, vocab)
+        for row, one in enumerate(params):
+            masked.start(row, one, i32([0]), 0)
+            listed.start(
+                row,
+                msgspec.structs.replace(one, allowed_token_ids=None if allowed[row] is None else tuple(allowed[row])),
+                i32([0]),
+                0,
+            )
+        for position in (1, 2):
+            with_masks = masked.sample(logits.copy(), range(6), [position] * 6, row_masks(allowed, vocab))
+            assert with_masks == listed.sample(logits.copy(), range(6), [position] * 6)
+
+
+def test_tokens_beyond_a_mask_are_not_allowed(make_sampler: MakeSampler) -> None:
+    sampler = make_sampler(1, 40)
+    sampler.start(0, sampling(temperature=0), i32([0]), 1)
+    logits = np.arange(40, dtype=np.float32)[None]
+    short = RowMasks(words=np.full((1, 1), 0xFFFFFFFF, np.uint32), rows=i32([0]))
+    assert sampler.sample(logits.copy(), [0], [1], short)[0].token == 31
+    nothing = RowMasks(words=np.zeros((1, 2), np.uint32), rows=i32([0]))
+    assert sampler.sample(logits.copy(), [0], [2], nothing)[0] == Sampled(-1, error=NOTHING_LEFT)
+
+
+def test_masks_that_do_not_fit_are_refused(make_sampler: MakeSampler) -> None:
+    sampler = make_sampler(2, 40)
+    sampler.start(0, sampling(), i32([0]), 1)
+    words = np.zeros((1, 2), np.uint32)
+    for rows in ([1], [-2], [0, 0], []):
+        with pytest.raises(ValueError, match="mask"):
+            sampler.sample(np.zeros((1, 40), np.float32), [0], [1], RowMasks(words=words, rows=i32(rows)))
 
 
 def test_logit_bias_is_added_but_does_not_unmask(make_sampler: MakeSampler) -> None:

@@ -30,6 +30,7 @@ from octavo.contracts import (
     RowPlan,
     RowResult,
     SlotStart,
+    StepMasks,
     StepPlan,
     StepResult,
     TokenEvent,
@@ -202,7 +203,7 @@ class FakeExecutor:
             raise RuntimeError("out of memory in submit")
         return self
 
-    def sample(self) -> StepResult:
+    def sample(self, masks: StepMasks | None = None) -> StepResult:
         plan = self.plans[-1]
         results = tuple(self._compute(row) for row in plan.rows)
         if len(self.plans) in self.faults.sample:

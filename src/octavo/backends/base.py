@@ -113,6 +113,16 @@ class BackendModel(Protocol):
         ...
 
 
+class RowMasks(msgspec.Struct, frozen=True):
+    """Tokens that rows may sample. words: [M, num_words], token t is bit t % 32 of word t // 32; tokens beyond the words are not allowed.
+
+    rows: for each row of logits its row in `words`, -1 where all tokens are allowed.
+    """
+
+    words: npt.NDArray[np.uint32]
+    rows: I32
+
+
 class Sampled(msgspec.Struct, frozen=True):
     """One sampled token. With `error` (`NAN_LOGITS` or `NOTHING_LEFT`) there is none: `token` is -1 and the request must end."""
 
@@ -124,7 +134,10 @@ class Sampled(msgspec.Struct, frozen=True):
 NAN_LOGITS = (
     "the model's logits hold NaN: no token can be chosen; its weights or activations are beyond the number format"
 )
-NOTHING_LEFT = "no token is left to choose: allowed_token_ids, logit_bias, bad_words and min_tokens exclude them all together; relax one"
+NOTHING_LEFT = (
+    "no token is left to choose: structured output, allowed_token_ids, logit_bias, bad_words and min_tokens exclude them all together; "
+    "relax one"
+)
 
 
 class Sampler(Protocol):
@@ -132,11 +145,11 @@ class Sampler(Protocol):
 
     A row's treatment, in this order, float32 throughout:
 
-    1. allowed_token_ids masks all others (logit -inf); 2. logit_bias is added; 3. bad_words masks the last token of each word whose
-    other tokens are the last known ones, prompt included; 4. min_tokens masks end and stop ids while fewer tokens have been
-    generated, also when end-of-sequence is ignored; 5. repetition_penalty divides positive and multiplies other logits of tokens in
-    the prompt or generated; 6. frequency_penalty times its count, then presence_penalty, are taken from a generated token's logit. A
-    masked logit stays masked, and what becomes NaN in this (an infinite bias on an opposite infinity) is masked.
+    1. the row's mask and allowed_token_ids mask all others (logit -inf); 2. logit_bias is added; 3. bad_words masks the last token of
+    each word whose other tokens are the last known ones, prompt included; 4. min_tokens masks end and stop ids while fewer tokens
+    have been generated, also when end-of-sequence is ignored; 5. repetition_penalty divides positive and multiplies other logits of
+    tokens in the prompt or generated; 6. frequency_penalty times its count, then presence_penalty, are taken from a generated token's
+    logit. A masked logit stays masked, and what becomes NaN in this (an infinite bias on an opposite infinity) is masked.
     7. Temperatures below 1e-5 are greedy: the token with the largest logit, ties to the lowest id. Otherwise z = (logit - largest
     logit) * float32(1 / temperature) and p = e^z; temperatures above 1e30 act as 1e30. 8. top_k keeps the k most likely: order of
     descending logit, ties by ascending id. 9. top_p keeps the shortest list of the most likely whose share of what top_k kept
@@ -160,7 +173,9 @@ class Sampler(Protocol):
         """Frees a slot. Raises ValueError when it is free."""
         ...
 
-    def sample(self, logits: F32, slots: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
+    def sample(
+        self, logits: F32, slots: Sequence[int], positions: Sequence[int], masks: RowMasks | None = None
+    ) -> list[Sampled]:
         """One token per row of logits [S, vocab] (overwritten); `positions` are those the sampled tokens will have.
 
         The token is added to the slot's counts. Raises ValueError, before anything changes, for a slot that is free or named twice,

@@ -8,7 +8,7 @@ from typing import Any
 from octavo.cli.flags import add_flags, resolve
 from octavo.errors import ConfigError
 
-SECTIONS = ("model", "cache", "scheduler", "backend", "server", "responses")
+SECTIONS = ("model", "cache", "scheduler", "backend", "structured", "server", "responses")
 
 
 def add_parser(subparsers: Any) -> None:

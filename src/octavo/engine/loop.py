@@ -1,7 +1,7 @@
 """The engine loop: messages in, steps through the executor, outputs out. The same in a thread and in a child process.
 
-One turn: take messages, plan, submit, deliver what the step *before* did while this one computes, sample, commit. So
-the executor does not wait for delivery. While nothing runs the loop blocks in the inbox and uses no CPU.
+One turn: take messages, plan, submit, begin the masks of grammars, deliver what the step *before* did while this one computes, sample,
+commit. So the executor does not wait for delivery. While nothing runs the loop blocks in the inbox and uses no CPU.
 
 Whose fault an exception is decides what it ends. From the executor: the requests of that step. From the scheduler or the
 mailboxes: a bug of ours, after which nothing can be trusted, so all requests end with an error and the exception goes to
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from octavo.contracts import (
     Add,
@@ -20,6 +21,7 @@ from octavo.contracts import (
     EngineInput,
     EngineOutput,
     Executor,
+    Grammar,
     Inbox,
     Outbox,
     ResetPrefixCache,
@@ -27,6 +29,7 @@ from octavo.contracts import (
     StepPlan,
 )
 from octavo.engine.blocks import InvariantError
+from octavo.engine.constraints import Constraints
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import EngineDeadError, EngineError, OctavoError
 
@@ -36,7 +39,8 @@ _log = logging.getLogger("octavo")
 class EngineLoop:
     """Drives an executor by a scheduler. Owns both from construction on; closes the executor when it ends.
 
-    `clock` gives seconds, on the clock of the scheduler and of `GenerateRequest.arrival_s`.
+    Without a `grammar` requests that have one are refused. `clock` gives seconds, on the clock of the scheduler and of
+    `GenerateRequest.arrival_s`.
     """
 
     def __init__(
@@ -46,8 +50,11 @@ class EngineLoop:
         inbox: Inbox,
         outbox: Outbox,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        grammar: Grammar | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._constraints = Constraints(scheduler, grammar)
         self._executor = executor
         self._inbox = inbox
         self._outbox = outbox
@@ -62,9 +69,12 @@ class EngineLoop:
         try:
             while self._receive():
                 self._turn()
+            self._constraints.release()
             self._scheduler.abort_all()
             self._deliver()
         except BaseException as error:
+            with suppress(Exception):
+                self._constraints.release()
             self._scheduler.kill_all(
                 EngineDeadError(f"the engine stopped because of an internal error ({type(error).__name__})")
             )
@@ -76,17 +86,21 @@ class EngineLoop:
     def _receive(self) -> bool:
         """Handles all messages that wait; blocks for one when there is no work. False once told to shut down."""
         busy = self._scheduler.has_work or self._undelivered is not None
-        messages = self._inbox.receive(0.0 if busy else None)
+        messages = self._inbox.receive(0.0 if busy else self._constraints.idle_timeout_s)
         for message in messages:
             self._handle(message)
+        self._constraints.admit()
+        if not busy and not messages:
+            self._constraints.settle()
         return not any(isinstance(message, Shutdown) for message in messages)
 
     def _handle(self, message: EngineInput) -> None:
         match message:
             case Add(requests=requests):
                 for request in requests:
-                    self._scheduler.add(request)
+                    self._constraints.add(request)
             case Cancel(request_ids=request_ids):
+                self._constraints.release(request_ids)
                 self._scheduler.cancel(request_ids)
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
@@ -100,6 +114,7 @@ class EngineLoop:
             self._check_idle()
         else:
             self._undelivered = self._step(plan)
+            self._constraints.follow(self._undelivered)
 
     def _step(self, plan: StepPlan) -> EngineOutput:
         started_s = self._clock()
@@ -108,9 +123,10 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 - whatever an executor raises ends this step only
             self._deliver()
             return self._scheduler.fail(plan, _step_error(plan, error))
+        masks = self._constraints.masks(plan)
         self._deliver()
         try:
-            result = handle.sample()
+            result = handle.sample(masks)
             self._scheduler.verify(plan, result)
         except Exception as error:  # noqa: BLE001 - as above
             return self._scheduler.fail(plan, _step_error(plan, error))
@@ -124,6 +140,7 @@ class EngineLoop:
         if self._scheduler.has_events or not self._scheduler.has_work:
             aside = self._scheduler.flush()
             if aside is not None:
+                self._constraints.follow(aside)
                 self._outbox.send(aside)
 
     def _check_idle(self) -> None:

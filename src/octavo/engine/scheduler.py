@@ -155,14 +155,14 @@ class Scheduler:
         """Most tokens, prompt and output together, that a request can come to."""
         return self._max_model_len if self._capacity is None else min(self._max_model_len, self._capacity)
 
-    def add(self, spec: GenerateRequest) -> None:
-        """Takes in a request. One that can never run gets its terminal ERROR event with the next output."""
+    def add(self, spec: GenerateRequest, error: OctavoError | None = None) -> None:
+        """Takes in a request. One that can never run, or not because of `error`, gets its terminal ERROR event with the next output."""
         require(spec.request_id not in self._requests, f"two requests have the id {spec.request_id}")
         self._num_added += 1
         order = self._policy.order(spec, self._num_added)
         request = Request(spec, self._kv.sequence(spec.namespace), self._max_model_len, order)
         self._requests[spec.request_id] = request
-        refusal = self._refusal(request)
+        refusal = error or self._refusal(request)
         if refusal is not None:
             self._end(request, _error_event(request, refusal), arrived=False)
             return

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from octavo.frontend.wire import Configure, EngineFacts
 
 if TYPE_CHECKING:
     from octavo.engine import Scheduler
+    from octavo.grammar.matchers import MatcherPool
+    from octavo.grammar.tokens import Spell, TokenTable
     from octavo.loaders.checkpoint import Checkpoint
     from octavo.text.template import ChatTemplate
     from octavo.text.tokenizer import Tokenizer
@@ -60,12 +62,17 @@ class Back:
     facts: EngineFacts
     scheduler: Scheduler
     executor: Executor
+    grammar: MatcherPool | None = None
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
         """Runs the engine loop until it is told to shut down."""
         from octavo.engine import EngineLoop
 
-        EngineLoop(self.scheduler, self.executor, inbox, outbox).run()
+        try:
+            EngineLoop(self.scheduler, self.executor, inbox, outbox, grammar=self.grammar).run()
+        finally:
+            if self.grammar is not None:
+                self.grammar.stop()
 
     def close(self) -> None:
         """Frees weights and cache. Idempotent."""
@@ -90,7 +97,7 @@ def open_engine(config: Config, hooks: Hooks, progress: Progress | None = None) 
             child = ChildLink(Configure(_for_child(config, checkpoint)), hooks)
             link, facts = child, child.wait_loaded(progress)
         else:
-            back = load_back(checkpoint, config, progress)
+            back = load_back(checkpoint, config, progress, lambda: loading.result().tokenizer)
             link, facts = ThreadLink(back.run, hooks), back.facts
         try:
             front = loading.result()
@@ -137,20 +144,7 @@ def load_front(checkpoint: Checkpoint, config: Config) -> Front:
     A model without a usable template still serves completions, with a warning. Raises ModelFileError,
     UnsupportedModelError, and ConfigError for a template file of the user's own that cannot be used.
     """
-    from octavo.loaders.catalogue import cache_folder
-    from octavo.text.tokenizer import Tokenizer
-
-    if checkpoint.kind == "gguf":
-        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, cache=cache_folder().parent / "tokenizers")
-    elif checkpoint.tokenizer_json is None:
-        raise ModelFileError(f"{checkpoint.name} has no tokenizer.json: octavo needs one beside the weights")
-    else:
-        tokenizer = Tokenizer.from_hf(
-            checkpoint.tokenizer_json,
-            checkpoint.tokenizer_config,
-            checkpoint.generation_config,
-            checkpoint.metadata,
-        )
+    tokenizer = load_tokenizer(checkpoint)
     template, problem = _load_template(checkpoint, config.model, tokenizer)
     return Front(
         name=checkpoint.name,
@@ -159,6 +153,23 @@ def load_front(checkpoint: Checkpoint, config: Config) -> Front:
         chat_template_error=problem,
         eos_token_ids=tokenizer.eos_token_ids,
         default_sampling=_default_sampling(checkpoint) if config.model.generation_config == "auto" else {},
+    )
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises ModelFileError, UnsupportedModelError."""
+    from octavo.loaders.catalogue import cache_folder
+    from octavo.text.tokenizer import Tokenizer
+
+    if checkpoint.kind == "gguf":
+        return Tokenizer.from_gguf(checkpoint.metadata, cache=cache_folder().parent / "tokenizers")
+    if checkpoint.tokenizer_json is None:
+        raise ModelFileError(f"{checkpoint.name} has no tokenizer.json: octavo needs one beside the weights")
+    return Tokenizer.from_hf(
+        checkpoint.tokenizer_json,
+        checkpoint.tokenizer_config,
+        checkpoint.generation_config,
+        checkpoint.metadata,
     )
 
 
@@ -236,8 +247,13 @@ def _default_sampling(checkpoint: Checkpoint) -> dict[str, Any]:
     return values
 
 
-def load_back(checkpoint: Checkpoint, config: Config, progress: Progress | None = None) -> Back:
-    """Weights, KV cache and scheduler.
+def load_back(
+    checkpoint: Checkpoint,
+    config: Config,
+    progress: Progress | None = None,
+    tokenizer: Callable[[], Tokenizer] | None = None,
+) -> Back:
+    """Weights, KV cache, scheduler and matchers. `tokenizer` gives the one that is loaded elsewhere; default: it is loaded when needed.
 
     Raises ConfigError when memory or context length cannot be as configured.
     """
@@ -290,7 +306,19 @@ def load_back(checkpoint: Checkpoint, config: Config, progress: Progress | None 
         max_request_tokens=scheduler.max_request_tokens,
         warnings=budget.warnings,
     )
-    return Back(facts, scheduler, executor)
+    return Back(facts, scheduler, executor, _matchers(tokenizer or (lambda: load_tokenizer(checkpoint)), config))
+
+
+def _matchers(tokenizer: Callable[[], Tokenizer], config: Config) -> MatcherPool:
+    from octavo.frontend.constrain import grammar_vocabulary
+    from octavo.grammar.matchers import MatcherPool
+    from octavo.obs.machine import cpu_count
+
+    def load() -> tuple[TokenTable, Spell]:
+        loaded = tokenizer()
+        return grammar_vocabulary(loaded, loaded.eos_token_ids)
+
+    return MatcherPool(load, num_threads=config.backend.threads or cpu_count())
 
 
 def served_model(config: Config, front: Front, facts: EngineFacts) -> ServedModel:

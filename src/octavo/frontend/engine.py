@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from octavo.config import Config
 from octavo.contracts import Add, Cancel, EngineOutput, Executor, FinishReason, RequestId, ResetPrefixCache, StepStats
 from octavo.errors import ConfigError, EngineDeadError, NotReadyError, OctavoError, OverloadedError
+from octavo.frontend.constrain import GrammarDoor, constrained
 from octavo.frontend.link import WATCH_INTERVAL_S, EngineLink, Hooks, Progress, Watch
 from octavo.frontend.model import ServedModel
 from octavo.frontend.outputs import Delta
@@ -158,6 +159,7 @@ class AsyncEngine:
         self._reason = ""
         self._model: ServedModel | None = None
         self._builder: RequestBuilder | None = None
+        self._door: GrammarDoor | None = None
         self._link: EngineLink | None = None
         self._life = 0
         self._closed = False
@@ -240,6 +242,19 @@ class AsyncEngine:
             raise
         self._spawn(self._watch())
 
+    async def constrain(self, prepared: Prepared) -> Prepared:
+        """The request with its grammar compiled, if it has one. Cancelling stops the work.
+
+        Raises InvalidRequestError, OverloadedError.
+        """
+        if prepared.grammar is None:
+            return prepared
+        assert self._door is not None
+        door = self._door
+        future = await asyncio.to_thread(door.begin, prepared)
+        assert future is not None
+        return constrained(prepared, await asyncio.wrap_future(future))
+
     def submit(self, prepared: Prepared) -> RequestHandle:
         """Queues a request. Raises NotReadyError, OverloadedError, EngineDeadError."""
         self.check_room(prepared.num_choices)
@@ -303,6 +318,8 @@ class AsyncEngine:
         link, self._link = self._link, None
         if link is not None:
             await _in_thread(link.close)
+        if self._door is not None:
+            await _in_thread(self._door.close)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._state is not EngineState.DEAD:
             self._set_state(EngineState.DEAD, "it was closed")
@@ -334,6 +351,8 @@ class AsyncEngine:
             await _in_thread(link.close)
             raise NotReadyError("the server shut down while the model was loading")
         self._link, self._model, self._builder = link, model, RequestBuilder(model)
+        if self._door is None:
+            self._door = GrammarDoor(model, self._config.structured)
         if self._state is EngineState.LOADING:
             self._set_state(EngineState.READY)
 

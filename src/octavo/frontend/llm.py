@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig
+from octavo.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig, StructuredConfig
 from octavo.contracts import Add, Cancel, EngineOutput, RequestId, RequestTimes, ResetPrefixCache
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, OctavoError
-from octavo.frontend.link import WATCH_INTERVAL_S, Hooks, Watch
+from octavo.frontend.constrain import GrammarDoor, constrained
+from octavo.frontend.link import WATCH_INTERVAL_S, EngineLink, Hooks, Watch
 from octavo.frontend.outputs import CompletionOutput, Delta, Logprob, LogprobEntry, RequestOutput
 from octavo.frontend.params import SamplingParams
 from octavo.frontend.requests import Prepared, RequestBuilder
@@ -35,6 +36,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "backend": BackendConfig,
+    "structured": StructuredConfig,
 }
 _ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
 _NOT_OFFLINE = frozenset({"served_model_name", "max_num_queued_reqs", "engine_restart"})
@@ -51,7 +53,7 @@ class LLM:
     their own repeatable, in the order in which they are given. All other keywords are the server's options with
     underscores (dtype, revision, chat_template, max_model_len, max_logprobs, generation_config, block_size, kv_cache_dtype,
     kv_cache_memory, gpu_memory_utilization, enable_prefix_caching, max_num_seqs, max_num_batched_tokens,
-    enable_chunked_prefill, backend, threads, engine_process).
+    enable_chunked_prefill, backend, threads, engine_process, grammar_timeout).
 
     Raises ConfigError for an unknown keyword or a wrong value, and what loading raises.
     """
@@ -69,8 +71,9 @@ class LLM:
         hooks = Hooks(on_output=self._incoming.put, on_death=self._incoming.put)
         self._link, self._model = open_engine(config, hooks)
         self._builder = RequestBuilder(self._model)
+        self._door = GrammarDoor(self._model, config.structured)
         # Also at interpreter exit: a loop in native code must end before the interpreter does.
-        self._finalizer = weakref.finalize(self, self._link.close)
+        self._finalizer = weakref.finalize(self, _close, self._link, self._door)
 
     def generate(
         self,
@@ -197,7 +200,16 @@ class LLM:
             self._check_alive()
             return self._run_alone(prepared, use_tqdm)
 
+    def _constrained(self, prepared: Sequence[Prepared]) -> list[Prepared]:
+        """The requests with their grammars compiled, all of them at once."""
+        futures = [self._door.begin(one) for one in prepared]
+        return [
+            one if future is None else constrained(one, future.result())
+            for one, future in zip(prepared, futures, strict=True)
+        ]
+
     def _run_alone(self, prepared: Sequence[Prepared], use_tqdm: bool) -> list[RequestOutput]:
+        prepared = self._constrained(prepared)
         batch = _Batch(prepared, show=use_tqdm)
         try:
             for one, answer in zip(prepared, batch.answers, strict=True):
@@ -237,6 +249,11 @@ class LLM:
         batch.times.update((times.request_id, times) for times in stats.finished)
         if cancels:
             self._link.send(Cancel(cancels))
+
+
+def _close(link: EngineLink, door: GrammarDoor) -> None:
+    link.close()
+    door.close()
 
 
 class _Answer:

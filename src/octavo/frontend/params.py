@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from octavo.errors import InvalidRequestError
+from octavo.frontend.structured import StructuredOutputsParams
+from octavo.grammar import GrammarSpec
 from octavo.limits import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -37,7 +39,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     min_tokens: no end before so many tokens; at most max_tokens. logprobs, prompt_logprobs: number of alternatives, 0
     for the token alone, -1 for the whole vocabulary, None for off; bounded by the server's max_logprobs. detokenize:
     False leaves all text empty. logit_bias: token id -> -100..100, up to 1,024 ids. allowed_token_ids: only these.
-    bad_words: up to 1,024 texts never generated. spaces_between_special_tokens: one text either way,
+    structured_outputs: what the output must be; guided_decoding is its older name. bad_words: up
+    to 1,024 texts never generated. spaces_between_special_tokens: one text either way,
     as with vLLM's fast tokenizers, which put no spaces there.
 
     Raises InvalidRequestError whose `param` is the field.
@@ -66,6 +69,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_CHOICES)
@@ -99,6 +104,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
                 _integer(name, getattr(self, name), -1, MAX_TOKENS)
         self._check_lists()
 
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        for name in ("structured_outputs", "guided_decoding"):
+            if not isinstance(getattr(self, name), (StructuredOutputsParams, type(None))):
+                raise InvalidRequestError(f"{name} must be a StructuredOutputsParams", param=name)
+        if self.structured_outputs is not None and self.guided_decoding is not None:
+            raise InvalidRequestError("give structured_outputs or guided_decoding, not both", param="guided_decoding")
+
     def _check_lists(self) -> None:
         if self.stop is not None:
             _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, MAX_STOP_STRINGS)
@@ -120,6 +134,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
             _ids("logit_bias", tuple(self.logit_bias), MAX_LOGIT_BIAS)
             for bias in self.logit_bias.values():
                 _number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What constrains the output. Raises InvalidRequestError for what cannot be written down."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.spec()
+        return None if self.guided_decoding is None else self.guided_decoding.spec("guided_decoding")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

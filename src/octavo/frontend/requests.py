@@ -19,6 +19,7 @@ from octavo.contracts import GenerateRequest, RequestId, TokenSampling
 from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo.frontend.model import ServedModel
 from octavo.frontend.params import SamplingParams
+from octavo.grammar import GrammarSpec
 from octavo.limits import MAX_PRIORITY, MAX_SALT_CHARACTERS
 from octavo.text.template import ChatPrompt, encode_chat
 
@@ -36,13 +37,14 @@ class Truncation:
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A validated request: n engine requests with one prompt. `prompt` is the rendered text, None when ids were given or it was
-    cut.
+    cut. `grammar` constrains the output; the requests have its source only once it has been compiled.
     """
 
     requests: tuple[GenerateRequest, ...]
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    grammar: GrammarSpec | None = None
 
     @property
     def num_choices(self) -> int:
@@ -69,8 +71,9 @@ class RequestBuilder:
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
+        grammar: GrammarSpec | None = None,
     ) -> Prepared:
-        """A completion of a text or of token ids.
+        """A completion of a text or of token ids. `grammar` constrains it where the parameters do not.
 
         An empty prompt is refused unless the tokenizer puts a beginning-of-sequence token before it; an over-long one
         is refused, never cut unless `truncation` asks for it. `cache_salt` keeps the prompt's cached blocks apart from
@@ -85,7 +88,7 @@ class RequestBuilder:
             text = None
             token_ids = self.check_token_ids("prompt", prompt, bounded=truncation is None)
         text, token_ids = self._truncated(text, token_ids, params, truncation)
-        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s)
+        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s, grammar)
 
     def build_chat(
         self,
@@ -101,8 +104,9 @@ class RequestBuilder:
         cache_salt: str | None = None,
         arrival_s: float | None = None,
         truncation: Truncation | None = None,
+        grammar: GrammarSpec | None = None,
     ) -> Prepared:
-        """An answer to a conversation, through the model's chat template.
+        """An answer to a conversation, through the model's chat template. `grammar` constrains it where the parameters do not.
 
         Raises InvalidRequestError also when the model has no usable template, ContextLengthError.
         """
@@ -115,7 +119,7 @@ class RequestBuilder:
             bounded=truncation is None,
         )
         text, token_ids = self._truncated(prompt.text, tuple(prompt.token_ids), params, truncation)
-        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s)
+        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s, grammar)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text as `build` makes them. Raises InvalidRequestError, ContextLengthError for far too long a
@@ -220,6 +224,7 @@ class RequestBuilder:
         priority: int,
         cache_salt: str | None,
         arrival_s: float | None,
+        grammar: GrammarSpec | None,
     ) -> Prepared:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
@@ -231,6 +236,12 @@ class RequestBuilder:
             )
         namespace = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
         sampling = self._sampling(params, len(token_ids))
+        grammar = params.grammar or grammar
+        if grammar is not None and params.ignore_eos:
+            raise InvalidRequestError(
+                f"ignore_eos and {grammar.field} exclude each other: the form says where the output ends",
+                param="ignore_eos",
+            )
         parent = uuid.uuid4().hex
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         requests = tuple(
@@ -246,7 +257,7 @@ class RequestBuilder:
             )
             for choice in range(params.n)
         )
-        return Prepared(requests, text, token_ids, params)
+        return Prepared(requests, text, token_ids, params, grammar)
 
     def _sampling(self, params: SamplingParams, num_prompt_tokens: int) -> TokenSampling:
         model = self.model

@@ -11,14 +11,16 @@ from itertools import groupby
 import msgspec
 import numpy as np
 
-from octavo.backends.base import F32, I32, NOTHING_LEFT, BackendModel, Batch, Sampled
+from octavo.backends.base import F32, I32, NOTHING_LEFT, BackendModel, Batch, RowMasks, Sampled
 from octavo.contracts import (
     NULL_BLOCK,
     ForwardWork,
     KVLayout,
     RowPlan,
     RowResult,
+    Slot,
     SlotStart,
+    StepMasks,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -120,7 +122,7 @@ class ModelRunner:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         """Copies blocks, then computes and samples the rows of a submitted plan."""
         for group, copies in groupby(plan.copies, key=lambda copy: copy.group):
             pairs = np.array([(copy.source, copy.target) for copy in copies], np.int32)
@@ -128,7 +130,7 @@ class ModelRunner:
         outcomes = [_Outcome() for _ in plan.rows]
         work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):
-            self._run_piece(segments, outcomes)
+            self._run_piece(segments, outcomes, masks)
             work = _sum(work, self._model.last_work)
         return StepResult(step=plan.step, rows=tuple(map(_row_result, plan.rows, outcomes)), work=work)
 
@@ -160,7 +162,7 @@ class ModelRunner:
             return 0
         return max(0, min(end, bound.num_prompt_tokens - 1) - start)
 
-    def _run_piece(self, segments: list[_Segment], outcomes: list[_Outcome]) -> None:
+    def _run_piece(self, segments: list[_Segment], outcomes: list[_Outcome], masks: StepMasks | None) -> None:
         batch = self._batch(segments)
         logits = self._model.forward(batch)
         begin = 0
@@ -179,6 +181,7 @@ class ModelRunner:
             logits if len(sample_rows) == len(logits) else logits[sample_rows],
             [segment.slot for segment in sampling],
             [segment.start + segment.count for segment in sampling],
+            None if masks is None else _row_masks(masks, sampling),
         )
         for segment, token in zip(sampling, tokens, strict=True):
             outcomes[segment.row].sampled = token
@@ -227,9 +230,35 @@ class _Step:
         self._runner = runner
         self._plan = plan
 
-    def sample(self) -> StepResult:
+    def sample(self, masks: StepMasks | None = None) -> StepResult:
         """Runs the forward and samples."""
-        return self._runner.run(self._plan)
+        result = self._runner.run(self._plan, masks)
+        return result if masks is None else _with_failures(result, masks)
+
+
+def _row_masks(masks: StepMasks, sampling: list[_Segment]) -> RowMasks:
+    """The masks of the rows that sample, once they are there."""
+    bits = masks.wait()
+    index = {slot: row for row, slot in enumerate(masks.slots)}
+    return RowMasks(
+        words=np.frombuffer(bits.words, np.uint32).reshape(-1, bits.num_words),
+        rows=np.array([index.get(Slot(segment.slot), -1) for segment in sampling], np.int32),
+    )
+
+
+def _with_failures(result: StepResult, masks: StepMasks) -> StepResult:
+    """A row without a mask says why it has none, rather than that no token was left."""
+    failures = masks.wait().failures
+    if not failures:
+        return result
+    reasons = {masks.slots[row]: reason for row, reason in failures.items()}
+    rows = [
+        msgspec.structs.replace(row, error=reasons[row.slot])
+        if row.error == NOTHING_LEFT and row.slot in reasons
+        else row
+        for row in result.rows
+    ]
+    return msgspec.structs.replace(result, rows=tuple(rows))
 
 
 def _logit_rows(segments: list[_Segment], row_starts: I32) -> I32:

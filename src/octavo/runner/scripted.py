@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from octavo.contracts import RowPlan, RowResult, Slot, SlotStart, StepPlan, StepResult, TokenLogprobs
+from octavo.contracts import RowPlan, RowResult, Slot, SlotStart, StepMasks, StepPlan, StepResult, TokenLogprobs
 
 
 class RowFailure(Exception):
@@ -110,6 +110,6 @@ class _ScriptedStep:
         self._executor = executor
         self._plan = plan
 
-    def sample(self) -> StepResult:
+    def sample(self, masks: StepMasks | None = None) -> StepResult:
         """Waits as long as the step is told to take, and returns its tokens."""
         return self._executor._result(self._plan)

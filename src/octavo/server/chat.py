@@ -151,6 +151,7 @@ def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest
         tenant=tenant_of(request),
         cache_salt=body.cache_salt,
         truncation=truncation(body),
+        grammar=body.grammar,
     )
 
 

@@ -145,6 +145,7 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
             cache_salt=body.cache_salt,
             add_special_tokens=body.add_special_tokens is not False,
             truncation=truncation(body),
+            grammar=body.grammar,
         )
         for prompt in prompts
     ]

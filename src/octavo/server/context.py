@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -85,6 +85,9 @@ class Context:
         """Runs work that grows with the input: at once when it is small, else in a thread, so that other streams go on."""
         return work() if size_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
+    async def _constrain(self, prepared: Sequence[Prepared]) -> Sequence[Prepared]:
+        return await asyncio.gather(*(self.engine.constrain(one) for one in prepared))
+
     @contextlib.asynccontextmanager
     async def generate(
         self, request: Request, prepared: Sequence[Prepared]
@@ -94,7 +97,11 @@ class Context:
         Leaving the block, or the client leaving, cancels whatever is not finished; in the latter case the deltas end with
         ClientDisconnect. Nothing starts unless all are admitted.
         """
-        self.engine.check_room(sum(one.num_choices for one in prepared))
+        num_sequences = sum(one.num_choices for one in prepared)
+        self.engine.check_room(num_sequences)
+        if any(one.grammar is not None for one in prepared):
+            prepared = await _while_there(request, self._constrain(prepared))
+            self.engine.check_room(num_sequences)
         async with contextlib.AsyncExitStack() as stack:
             handles = [await stack.enter_async_context(self.engine.submit(one)) for one in prepared]
             for one in prepared:
@@ -117,9 +124,27 @@ class Context:
                 await deltas.aclose()
 
 
-async def _cancel_when_gone(request: Request, handles: Sequence[RequestHandle], gone: asyncio.Event) -> None:
+async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work comes to. Raises ClientDisconnect, and cancels it, when the client leaves first."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _cancel_when_gone(request: Request, handles: Sequence[RequestHandle], gone: asyncio.Event) -> None:
+    await _disconnected(request)
     gone.set()
     for handle in handles:
         handle.cancel()

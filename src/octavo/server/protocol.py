@@ -15,6 +15,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from octavo.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
 from octavo.frontend.params import SamplingParams
+from octavo.frontend.structured import StructuredOutputsParams, response_format_spec
+from octavo.grammar import GrammarSpec
 from octavo.limits import MAX_JSON_DEPTH, MAX_JSON_PARTS, is_deeper
 
 Metadata = Annotated[
@@ -60,6 +62,12 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     truncation_side: Literal["left", "right"] | None = None
     stream_interval: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
@@ -71,6 +79,25 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     session_id: str | None = None
     prompt_cache_key: str | None = None
     metadata: Metadata | None = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the answer must be, by whichever of its fields says so. Raises InvalidRequestError."""
+        given = [name for name in _FORM_FIELDS if getattr(self, name) is not None]
+        specs = [(name, spec) for name in given if (spec := self._form(name)) is not None]
+        if len(specs) > 1:
+            raise InvalidRequestError(f"give {specs[0][0]} or {specs[1][0]}, not both", param=specs[1][0])
+        return specs[0][1] if specs else None
+
+    def _form(self, name: str) -> GrammarSpec | None:
+        value = getattr(self, name)
+        if name == "response_format":
+            return response_format_spec(value)
+        fields = value if name == "structured_outputs" else {name.removeprefix("guided_"): value}
+        try:
+            return msgspec.convert(fields, StructuredOutputsParams).spec(name)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"{name}: {error}", param=name) from None
 
     def sampling(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else OpenAI's."""
@@ -87,6 +114,16 @@ _SAMPLING_FIELDS = (
     "include_stop_str_in_output", "ignore_eos", "temperature", "top_p", "top_k", "min_p", "allowed_token_ids", "bad_words",
     "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
 )  # fmt: skip
+
+
+_FORM_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 def _token_id(key: str) -> int:
@@ -143,12 +180,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 # Fields that exist in the API but that this server does not have. A neutral value is no request for the feature.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -18,6 +18,7 @@ from octavo.contracts import (
     RequestId,
     ResetPrefixCache,
     Shutdown,
+    StepMasks,
     StepPlan,
     StepResult,
 )
@@ -150,7 +151,7 @@ def test_a_failing_request_in_a_step_leaves_the_others_alone() -> None:
 
 def test_an_answer_that_does_not_fit_the_plan_fails_the_step_only() -> None:
     class Executor(FakeExecutor):
-        def sample(self) -> StepResult:
+        def sample(self, masks: StepMasks | None = None) -> StepResult:
             result = super().sample()
             return StepResult(step=result.step, rows=()) if result.step == 1 else result
 

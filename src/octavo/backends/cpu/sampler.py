@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from octavo.backends.base import F32, I32, NAN_LOGITS, NOTHING_LEFT, Sampled
+from octavo.backends.base import F32, I32, NAN_LOGITS, NOTHING_LEFT, RowMasks, Sampled
 from octavo.backends.cpu import _native
 from octavo.contracts import TokenLogprobs, TokenSampling
 from octavo.errors import EngineError
@@ -55,10 +55,13 @@ class CpuSampler:
         """Frees a slot."""
         self._native.stop(slot)
 
-    def sample(self, logits: F32, slots: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
+    def sample(
+        self, logits: F32, slots: Sequence[int], positions: Sequence[int], masks: RowMasks | None = None
+    ) -> list[Sampled]:
         """One token per row. See `Sampler.sample`."""
+        with_masks = () if masks is None else (masks.words, masks.rows)
         tokens, statuses, logprobs = self._native.sample(
-            logits, np.array(slots, np.int32), np.array(positions, np.int64)
+            logits, np.array(slots, np.int32), np.array(positions, np.int64), *with_masks
         )
         if not len(logprobs[1]) and not statuses.any():
             return [Sampled(token) for token in tokens.tolist()]

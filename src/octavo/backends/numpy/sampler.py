@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from octavo.backends.base import F32, I32, NAN_LOGITS, NOTHING_LEFT, Sampled
+from octavo.backends.base import F32, I32, NAN_LOGITS, NOTHING_LEFT, RowMasks, Sampled
 from octavo.backends.numpy.philox import sampling_noise
 from octavo.contracts import TokenLogprobs, TokenSampling
 from octavo.errors import EngineError
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
 
 _GREEDY_BELOW = 1e-5
 _SMALLEST_SCALE = 1e-30
@@ -62,13 +63,16 @@ class NumpySampler:
         self._bound(slot)
         self._slots[slot] = None
 
-    def sample(self, logits: F32, slots: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
+    def sample(
+        self, logits: F32, slots: Sequence[int], positions: Sequence[int], masks: RowMasks | None = None
+    ) -> list[Sampled]:
         """One token per row. See `Sampler.sample`."""
         self._check_shape(logits, len(slots))
+        allowed = [None] * len(slots) if masks is None else self._allowed(masks, len(slots))
         bound = [self._bound(slot) for slot in slots]
         if len(set(slots)) < len(slots):
             raise ValueError(f"a slot appears twice in one step: {list(slots)}")
-        return [_sample(row, slot, at) for row, slot, at in zip(logits, bound, positions, strict=True)]
+        return [_sample(*row) for row in zip(logits, bound, positions, allowed, strict=True)]
 
     def score(self, logits: F32, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets and of the most likely tokens. See `Sampler.score`."""
@@ -78,6 +82,15 @@ class NumpySampler:
             if error := _unusable(row):
                 raise EngineError(error)
         return [_logprobs(row, target, num_top) for row, target in zip(logits, targets, strict=True)]
+
+    def _allowed(self, masks: RowMasks, rows: int) -> list[Bool | None]:
+        """For each row which of all tokens its mask allows; None without a mask."""
+        if masks.rows.shape != (rows,) or (masks.rows < -1).any() or (masks.rows >= len(masks.words)).any():
+            raise ValueError(f"masks of rows {masks.rows.tolist()}; expected {rows} of -1..{len(masks.words) - 1}")
+        bits = np.unpackbits(
+            masks.words.astype("<u4").view(np.uint8), axis=1, count=self._vocab_size, bitorder="little"
+        )
+        return [None if row < 0 else bits[row].astype(np.bool_) for row in masks.rows]
 
     def _bound(self, slot: int) -> _Slot:
         bound = self._slots[slot] if 0 <= slot < len(self._slots) else None
@@ -95,11 +108,14 @@ class NumpySampler:
             raise ValueError(f"logits of shape {logits.shape}; expected {(rows, self._vocab_size)}")
 
 
-def _sample(logits: F32, slot: _Slot, position: int) -> Sampled:
+def _sample(logits: F32, slot: _Slot, position: int, allowed: Bool | None) -> Sampled:
     if error := _unusable(logits):
         return Sampled(-1, error=error)
     sampling = slot.sampling
-    treated = _treat(logits.copy(), slot)
+    treated = logits.copy()
+    if allowed is not None:
+        treated[~allowed] = -np.inf
+    treated = _treat(treated, slot)
     if _unusable(treated):
         return Sampled(-1, error=NOTHING_LEFT)
     token = _choose(_finite_maximum(treated), sampling, position)

@@ -32,6 +32,7 @@ from octavo.contracts import (
     RowResult,
     Shutdown,
     Slot,
+    StepMasks,
     StepPlan,
     StepResult,
     TokenSampling,
@@ -137,7 +138,7 @@ class _Step:
     def __init__(self, executor: _Executor, plan: StepPlan) -> None:
         self._executor, self._plan = executor, plan
 
-    def sample(self) -> StepResult:
+    def sample(self, masks: StepMasks | None = None) -> StepResult:
         return self._executor.result(self._plan)
 
 
