@@ -92,7 +92,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         int | None,
         Help(
             "most tokens of one prompt in a step while others wait for a share of it, and the length beyond which prompts are long; 0: no "
-            "bound; default: half of what decodes leave of a step",
+            "bound; default: a quarter of max-num-batched-tokens",
             low=0,
         ),
     ] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -37,6 +38,8 @@ def specs(draw: st.DrawFn, name: str) -> GenerateRequest:
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, 0])),
         prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+        tenant=draw(st.sampled_from(["default", "a", "b"])),
+        priority=draw(st.sampled_from([0, 0, -1, 3])),
     )
 
 
@@ -66,6 +69,7 @@ def harnesses(draw: st.DrawFn, requests: Sequence[GenerateRequest], faults: Faul
     chunked = draw(st.booleans())
     budget = draw(st.integers(max_num_seqs, 40)) if chunked else MAX_MODEL_LEN
     kv = draw(layouts(max(map(total, requests)), budget))
+    policy = draw(st.sampled_from(["fcfs", "priority", "fair"]))
     return Harness(
         kv,
         max_num_seqs=max_num_seqs,
@@ -74,6 +78,11 @@ def harnesses(draw: st.DrawFn, requests: Sequence[GenerateRequest], faults: Faul
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         enable_chunked_prefill=chunked,
         faults=faults,
+        long_prefill_token_threshold=draw(st.sampled_from([None, 0, 1, 3, 10])) if chunked else None,
+        max_long_partial_prefills=draw(st.sampled_from([None, 2])) if chunked else None,
+        scheduling_policy=policy,
+        priority_ageing=draw(st.sampled_from([None, 1.0])) if policy == "priority" else None,
+        tenant_weights=draw(st.sampled_from([(), ("a=3",)])) if policy == "fair" else (),
     )
 
 
@@ -92,19 +101,30 @@ def test_any_mixture_gives_each_request_its_own_answer(data: st.DataObject) -> N
     harness.check_answers()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
-@given(st.data())
-def test_a_pool_of_one_requests_need_serves_all(data: st.DataObject) -> None:
-    """The tightest pool: constant preemption, no livelock, and the first that arrived is never put back."""
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_a_pool_of_one_requests_need_serves_all(policy: str, data: st.DataObject) -> None:
+    """The tightest pool: constant preemption, no livelock, and the first in the policy's order is never put back."""
     requests = [
-        request(f"r{index}", STEMS[index % 3][: data.draw(st.integers(1, 40))], data.draw(st.integers(1, 20)))
+        request(
+            f"r{index}",
+            STEMS[index % 3][: data.draw(st.integers(1, 40))],
+            data.draw(st.integers(1, 20)),
+            tenant=data.draw(st.sampled_from("ab")),
+            priority=0 if index == 0 else data.draw(st.integers(0, 3)),
+        )
         for index in range(6)
     ]
     budget = data.draw(st.sampled_from([6, 13, 64]))
     size = data.draw(st.sampled_from([1, 4, 8]))
     need = -(-max(map(total, requests)) // size)
     harness = Harness(
-        layout(need, block_size=size), max_num_seqs=6, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN
+        layout(need, block_size=size),
+        max_num_seqs=6,
+        max_num_batched_tokens=budget,
+        max_model_len=MAX_MODEL_LEN,
+        scheduling_policy=policy,
     )
     harness.add(*requests)
     harness.run()
@@ -148,6 +168,14 @@ class EngineMachine(RuleBasedStateMachine):
         getattr(self.faults, where).add(len(self.harness.executor.plans) + 1)
         plan = self.harness.step()
         assert plan is not None
+
+    @rule(data=st.data(), phase=st.sampled_from(["waiting", "prefill", "decode"]), limit_s=st.integers(1, 6))
+    def add_with_a_deadline(self, data: st.DataObject, phase: str, limit_s: int) -> None:
+        name = f"r{self.num_added}"
+        limits = {f"{phase}_timeout_s": float(limit_s), "arrival_s": self.harness.clock.now_s}
+        self.harness.add(msgspec.structs.replace(data.draw(specs(name)), **limits))
+        self.touched.add(name)
+        self.num_added += 1
 
     @rule(number=st.integers(0, 20))
     def a_row_fails(self, number: int) -> None:

@@ -53,8 +53,8 @@ def layout(*num_blocks: int, block_size: int = 4, window: int | None = None) -> 
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> GenerateRequest:
-    """A request; `fields` are those of TokenSampling, besides `namespace` and `arrival_s`."""
-    outer = {key: fields.pop(key) for key in ("namespace", "arrival_s") if key in fields}
+    """A request; `fields` are those of TokenSampling and GenerateRequest."""
+    outer = {key: fields.pop(key) for key in GenerateRequest.__struct_fields__ if key in fields}
     return GenerateRequest(
         request_id=RequestId(name),
         prompt_token_ids=tuple(prompt),
@@ -410,11 +410,13 @@ class Harness:
         enable_chunked_prefill: bool = True,
         namespace: bytes = b"model",
         faults: Faults | None = None,
+        **scheduling: object,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=enable_chunked_prefill,
+            **scheduling,  # type: ignore[arg-type]
         )
         self.clock = Clock()
         self.layout = kv
