@@ -55,7 +55,9 @@ class Story:
 class VirtualServer:
     """One scheduler and its load. `check` calls the invariants after every step."""
 
-    def __init__(self, num_blocks: int = 4096, *, check: bool = False, max_model_len: int = 8192, **config: object) -> None:
+    def __init__(
+        self, num_blocks: int = 4096, *, check: bool = False, max_model_len: int = 8192, **config: object
+    ) -> None:
         self.now_s = 0.0
         layout = KVLayout(block_size=16, groups=(KVGroup(layers=(0,)),), num_blocks=(num_blocks,))
         self.scheduler = Scheduler(
@@ -99,7 +101,9 @@ class VirtualServer:
             self._on_end[name] = on_end
         return name
 
-    def keep(self, kind: str, num: int, num_prompt_tokens: int, max_tokens: int, until_s: float, **fields: object) -> None:
+    def keep(
+        self, kind: str, num: int, num_prompt_tokens: int, max_tokens: int, until_s: float, **fields: object
+    ) -> None:
         """`num` clients that send one request after the other until a time. Lengths vary by half, so that they do not keep step."""
         chance = random.Random(kind)
 

@@ -348,9 +348,10 @@ class KVManager:
         sequence.num_told = min(sequence.num_told, index)
         return sequence.num_landed
 
-    @staticmethod
-    def tell(sequence: SequenceBlocks) -> tuple[int | None, tuple[tuple[BlockId, ...], ...]]:
+    def tell(self, sequence: SequenceBlocks) -> tuple[int | None, tuple[tuple[BlockId, ...], ...]]:
         """What the executor has not been told of a sequence's tables: how many entries to keep (None: all), and those that follow."""
+        if sequence.num_told == len(sequence.tables[0]) and not sequence.cut:
+            return None, self._nothing_new
         kept, sequence.cut = sequence.num_told if sequence.cut else None, False
         new = tuple(tuple(table[sequence.num_told :]) for table in sequence.tables)
         sequence.num_told = len(sequence.tables[0])

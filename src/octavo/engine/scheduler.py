@@ -260,7 +260,7 @@ class Scheduler:
             releases=releases,
             starts=tuple(starts.values()),
             rows=tuple(rows),
-            num_tokens=sum(work.values()),
+            num_tokens=self._count(work),
             copies=self._kv.take_copies(),
         )
 
@@ -273,7 +273,7 @@ class Scheduler:
     def _advance_running(self, work: dict[Request, int]) -> set[Request]:
         """Gives every running request its tokens. Returns those that were preempted because blocks were short."""
         running, preempted = tuple(self._running), set()
-        extra = self._extra([request for request in running if request.num_known - request.num_computed > 1])
+        extra = self._extra([request for request in running if len(request.token_ids) - request.num_computed > 1])
         for request in running:
             if request in preempted:
                 continue
@@ -307,33 +307,42 @@ class Scheduler:
     def _give(self, work: dict[Request, int], request: Request, count: int) -> bool:
         """Has a running request compute `count` tokens more than `work` says so far. False, with nothing changed, if blocks are short."""
         end = request.num_computed + work.get(request, 0) + count
-        if self._kv.allocate(request.blocks, end) is None:
+        if end > request.blocks.num_tokens and self._kv.allocate(request.blocks, end) is None:
             return False
         work[request] = end - request.num_computed
-        if end < request.num_known:
+        num_known = len(request.token_ids)
+        if end < num_known:
             self._partial.append(request)
-        # What is computed again is no service.
-        self._policy.charge(request, max(0, end - request.num_charged) + (end == request.num_known))
-        request.num_charged = max(request.num_charged, end)
+        if end > request.num_charged:  # what is computed again is no service
+            self._policy.charge(request, end - request.num_charged + (end == num_known))
+            request.num_charged = end
         return True
 
     def _row(self, request: Request, count: int) -> RowPlan:
-        start = request.num_computed
+        end = request.num_computed + count
         kept_blocks, new_blocks = self._kv.tell(request.blocks)
-        is_decode = count == 1 and request.num_generated > 0
-        self._tally.num_decode_rows += is_decode
-        self._tally.num_prefill_rows += not is_decode
-        self._tally.num_prefill_tokens += 0 if is_decode else count
         assert request.slot is not None
         return RowPlan(
             slot=request.slot,
-            start=start,
+            start=request.num_computed,
             count=count,
             new_blocks=new_blocks,
             kept_blocks=kept_blocks,
             freed_blocks=self._kv.freed(request.blocks),
-            sample=start + count == request.num_known and not request.at_length_limit,
+            sample=end == len(request.token_ids) and not request.at_length_limit,
         )
+
+    def _count(self, work: dict[Request, int]) -> int:
+        """Notes what a step is made of. Returns its tokens."""
+        num_tokens = num_decode_rows = 0
+        for request, count in work.items():
+            num_tokens += count
+            if count == 1 and len(request.token_ids) > request.num_prompt_tokens:
+                num_decode_rows += 1
+        self._tally.num_decode_rows += num_decode_rows
+        self._tally.num_prefill_rows += len(work) - num_decode_rows
+        self._tally.num_prefill_tokens += num_tokens - num_decode_rows
+        return num_tokens
 
     def _admit(
         self,

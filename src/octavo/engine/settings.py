@@ -76,7 +76,7 @@ def prefill_bounds(config: SchedulerConfig, budget: int) -> PrefillBounds:
     if threshold == 0 or not config.enable_chunked_prefill:
         return PrefillBounds(long=math.inf, chunk=math.inf, most=most or 1, shares=False)
     if threshold is None:
-        return PrefillBounds(long=budget // 4, chunk=budget // 4, most=most or 1, shares=True)
+        threshold = max(1, budget // 4)
     return PrefillBounds(long=threshold, chunk=threshold, most=most or 1, shares=True)
 
 
