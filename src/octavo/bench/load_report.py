@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from octavo.bench.report import Result, duration, table
+from octavo.bench.tables import duration, table
+
+Result = Mapping[str, Any]
 
 
 def costs_table(result: Result) -> list[str]:
@@ -66,7 +69,9 @@ _ENGINE_LINES = (
     ("Most waiting requests:", "waiting_max", 0),
     ("Mean KV cache use (%):", "kv_usage_mean", 100),
     ("Peak KV cache use (%):", "kv_usage_max", 100),
+    ("Prefill tokens per step:", "prefill_tokens_per_step", 1),
     ("Preemptions:", "preemptions", 0),
+    ("Of these for others' turn:", "displaced", 0),
     ("Simulated in (s):", "simulation_wall_s", 2),
 )
 

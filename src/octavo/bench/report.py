@@ -6,12 +6,14 @@ Soak results and other kinds that it does not know are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.bench.plots import plot_kernels, plot_race, plot_throughput, require_matplotlib
+from octavo.bench.load_report import costs_table, load_table, scenario_report
+from octavo.bench.plots import plot_kernels, plot_race, plot_scenario, plot_throughput, require_matplotlib
 from octavo.bench.results import QUIET_LOAD
+from octavo.bench.tables import duration, table
 from octavo.errors import ConfigError
 
 Result = Mapping[str, Any]
@@ -39,7 +41,10 @@ def write_report(folder: Path, out: Path, image: Literal["svg", "png"] = "svg") 
     throughput = {path: result for path, result in results.items() if result["kind"] == "throughput"}
     races = {path: result for path, result in results.items() if result["kind"] == "race"}
     served = {path: result for path, result in results.items() if result["kind"] == "server"}
-    if not (kernels or throughput or races or served):
+    scenarios = {path: result for path, result in results.items() if result["kind"] == "scenario"}
+    loads = {path: result for path, result in results.items() if result["kind"] in ("serve", "simulate")}
+    costs = {path: result for path, result in results.items() if result["kind"] == "costs"}
+    if not (kernels or throughput or races or served or scenarios or loads or costs):
         raise ConfigError(f"{folder} holds no results of octavo bench, scripts/race.py or scripts/measure_server.py")
     plots = out / "plots"
     page = ["# Measurements", "", "Made by `octavo bench report` from the files in `results`.", ""]
@@ -54,6 +59,21 @@ def write_report(folder: Path, out: Path, image: Literal["svg", "png"] = "svg") 
             page += ["## Serving", ""]
         for path, result in served.items():
             page += [*_heading(path, result), *server_table(result), ""]
+        if scenarios:
+            page += ["## Scenarios", ""]
+        for path, result in scenarios.items():
+            plot_scenario([result], plots / f"{path.stem}.{image}")
+            page += [*_heading(path, result), f"{result['description']}, by {result['by']}.", ""]
+            page += [f"![{result['scenario']}](plots/{path.stem}.{image})", "", *scenario_report(result), ""]
+        if loads:
+            page += ["## Loads", ""]
+        for path, result in loads.items():
+            kinds = result["kinds"] or {result["workload"]: result}
+            page += [*_heading(path, result), *load_table(kinds), ""]
+        if costs:
+            page += ["## Costs of a step, for the simulator", ""]
+        for path, result in costs.items():
+            page += [*_heading(path, result), *costs_table(result), ""]
         if throughput:
             plot_throughput(list(throughput.values()), plots / f"throughput.{image}")
             page += ["## Offline throughput", "", f"![throughput](plots/throughput.{image})", ""]
@@ -194,37 +214,10 @@ def server_table(result: Result) -> list[str]:
     return table(("part", "variant", "medians"), rows, text_columns=3)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, text_columns: int) -> list[str]:
-    """A Markdown table whose columns line up; those after the first `text_columns` are numbers, to the right."""
-    lines = [columns, *(tuple(map(str, row)) for row in rows)]
-    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(columns))]
-
-    def joined(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    def aligned(line: Sequence[str]) -> str:
-        return joined(
-            cell.ljust(width) if column < text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-
-    rule = joined(
-        "-" * width if column < text_columns else "-" * (width - 1) + ":" for column, width in enumerate(widths)
-    )
-    return [aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])]
-
-
-def duration(seconds: float) -> str:
-    """With three digits and a fitting unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
-
-
 def _heading(path: Path, result: Result) -> list[str]:
     loads = result["load_before"], result["load_after"]
-    noisy = " **The machine was not quiet.**" if loads[0] > QUIET_LOAD else ""
+    measured = result["kind"] != "simulate" and result.get("by", "server") == "server"
+    noisy = " **The machine was not quiet.**" if measured and loads[0] > QUIET_LOAD else ""
     facts = [f"`{path.name}`: {result['machine']['cpu']}, {result['machine']['cpus']} CPUs, commit {result['commit']}"]
     facts += [f"model {result['model']}"]
     facts += [f"{key} {result[key]}" for key in ("isa", "threads", "batching") if key in result]

@@ -199,7 +199,7 @@ SHARING = Scenario(
 
 # --- scheduling -----------------------------------------------------------------------------------------------------
 
-_MIXED_S = 48.0
+_MIXED_S = 40.0
 
 
 def _users(
@@ -296,23 +296,23 @@ SHORT = Scenario(
     ),
 )
 
-_FAIR_S = 40.0
+_FAIR_S = 35.0
 _SLOTS = 16
 
 
 def _tenants(seed: int, *, flood: bool, other: bool) -> Traffic:
-    """Tenant A keeps four times as many requests in the server as it has slots. Tenant B asks one thing after another."""
+    """Tenant A keeps twice as many requests in the server as it has slots. Tenant B asks one thing after another."""
     jobs: list[Job] = []
     if flood:
-        jobs += _users(seed, "A", 4 * _SLOTS, words=(32, 128), output=(96, 256), turns=60, tenant="a")
+        jobs += _users(seed, "A", 2 * _SLOTS, words=(32, 128), output=(64, 128), turns=60, tenant="a")
     if other:
         jobs += [
             Job(
                 prompt=((f"b {turn}", 100),),
-                output_tokens=32,
+                output_tokens=16,
                 session="b",
-                at_s=5.0,
-                think_s=0.5,
+                at_s=3.0,
+                think_s=0.3,
                 tenant="b",
                 kind="B",
             )
@@ -330,7 +330,7 @@ def _policy(policy: Any) -> Config:
 
 FAIRNESS = Scenario(
     name="fairness",
-    description="tenant A floods the server with four times as many requests as it has slots; tenant B asks one at a time",
+    description="tenant A floods the server with twice as many requests as it has slots; tenant B asks one at a time",
     runs=lambda seed: (
         Run(label="B alone", traffic=_tenants(seed, flood=False, other=True), config=_policy("fair")),
         Run(label="A alone", traffic=_tenants(seed, flood=True, other=False), config=_policy("fair")),

@@ -149,6 +149,7 @@ def _run_costs(arguments: argparse.Namespace) -> int:
     from octavo.bench.calibrate import add_serving
     from octavo.bench.load_report import costs_table
     from octavo.bench.local.costs import measure, result_of
+    from octavo.bench.results import load_average
 
     config = resolve(arguments)
     warn_if_loaded()
@@ -158,6 +159,7 @@ def _run_costs(arguments: argparse.Namespace) -> int:
         if not arguments.backend_only:
             costs, serving = add_serving(costs, config, progress)
             result |= {"costs": msgspec.to_builtins(costs), "serving": serving}
+    result["load_after"] = load_average()
     print("\n".join(costs_table(result)))
     write_result(result, arguments)
     return 0
@@ -210,7 +212,7 @@ def _run_simulate(arguments: argparse.Namespace) -> int:
         "model": costs.model.name,
         "workload": traffic.name,
     }
-    result |= simulation.figures(goodput)
+    result |= simulation.figures(goodput) | {"load_after": results.load_average()}
     print("\n".join(load_report(result, " Simulated Serving Result ")))
     write_result(result, arguments)
     return 0

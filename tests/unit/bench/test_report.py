@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from octavo.bench import results
-from octavo.bench.report import duration, table, write_report
+from octavo.bench.report import write_report
+from octavo.bench.tables import duration, table
 from octavo.cli.main import main
 from octavo.errors import ConfigError
 

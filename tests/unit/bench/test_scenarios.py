@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from octavo.bench import results
 from octavo.bench.local.costs import StepCosts
 from octavo.bench.local.synthesize import Shape, synthesize
+from octavo.bench.report import write_report
 from octavo.bench.scenario_runs import run_scenario
 from octavo.bench.scenarios import FAIRNESS, SCENARIOS, Claim
 from octavo.cli.main import main
@@ -90,3 +92,19 @@ def test_real_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*arguments, "--beside", str(tmp_path / "none.json")]) == 2
     assert main(["bench", "scenario", "short", "--beside", str(path), "--no-result"]) == 2
     assert main(["bench", "scenario", "short", "--plot", "x.gif", "--no-result"]) == 2
+
+
+def test_report_has_scenarios_loads_and_costs(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    results.write(_simulated("short"), folder=folder)
+    costs = {"costs": msgspec.to_builtins(COSTS), "fit": {}, "model": "m", "load_after": 0.1}
+    costs_path = results.write(results.header("costs", {}) | costs, folder=folder)
+    load = tmp_path / "results/2026-12-01-load.json"
+    arguments = ["bench", "simulate", "--costs", str(costs_path), "--dataset-name", "prefix", "--json", str(load)]
+    assert main(arguments) == 0
+    page = write_report(folder, tmp_path).read_text()
+    assert "## Scenarios" in page and "p95 TTFT against the median loaded step" in page
+    assert "## Loads" in page and "| prefix" in page
+    assert "each row that samples" in page
+    assert "not quiet" not in page.split("## Costs")[0]
+    assert len(list((tmp_path / "plots").iterdir())) == 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from octavo.bench.http.client import Target, drive
+from octavo.bench.http.client import Target, drive, first_model
 from octavo.bench.http.server import command_line, serving
 from octavo.bench.local.simulate import simulate
 from octavo.bench.local.synthesize import Shape, synthesize
@@ -121,6 +122,14 @@ def test_command_lines_come_back() -> None:
 def test_a_server_that_does_not_start_tells_why() -> None:
     with pytest.raises(ConfigError, match="no-such-model"), serving(["--model", "no-such-model.gguf"]):
         pass
+
+
+def test_no_server_is_left_behind() -> None:
+    with pytest.raises(SystemExit), serving(["--model", "smollm2-135m", "--kv-cache-memory", "256M"]) as url:
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(ConfigError, match="no server answers"):
+        asyncio.run(first_model(url))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_simulation_and_server_agree_on_what_does_not_depend_on_time(tmp_path: Path) -> None:

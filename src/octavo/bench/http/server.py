@@ -23,8 +23,23 @@ _LAST_LINES = 20
 def serving(flags: Sequence[str]) -> Iterator[str]:
     """Starts `octavo serve` with these flags on a free port of this machine; gives its address once it is ready, and ends it.
 
-    Raises ConfigError with the server's own last line when it does not start.
+    Also when this process is told to end (SIGTERM), so that no server is left behind. Raises ConfigError with the server's own last line
+    when it does not start.
     """
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        with _process(flags) as address:
+            yield address
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _process(flags: Sequence[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "octavo", "serve", *flags, "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     stderr = process.stderr

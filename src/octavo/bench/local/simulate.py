@@ -165,9 +165,9 @@ class _World:
         self._places = len(jobs) if traffic.max_concurrency is None else traffic.max_concurrency
         self._num_ended = 0
         self._steps: dict[str, array[float]] = {
-            name: array("d") for name in ("seconds", "rows", "waiting", "kv_usage", "generated")
+            name: array("d") for name in ("seconds", "rows", "waiting", "kv_usage", "prefill_tokens")
         }
-        self._last_step = self._num_preemptions = 0
+        self._last_step = self._num_preemptions = self._num_displaced = 0
 
     # --- inbox ------------------------------------------------------------------------------------------------------
 
@@ -234,10 +234,11 @@ class _World:
                 ("rows", stats.num_running),
                 ("waiting", stats.num_waiting),
                 ("kv_usage", stats.kv_usage),
-                ("generated", stats.num_generated_tokens),
+                ("prefill_tokens", stats.num_prefill_tokens),
             ):
                 self._steps[name].append(value)
         self._num_preemptions += stats.num_preemptions
+        self._num_displaced += stats.num_displaced
         for event in output.events:
             outcome = self.outcomes[int(event.request_id)]
             if event.token_ids:
@@ -282,5 +283,7 @@ class _World:
             "waiting_max": max(self._steps["waiting"]),
             "kv_usage_mean": over_time("kv_usage"),
             "kv_usage_max": max(self._steps["kv_usage"]),
+            "prefill_tokens_per_step": float(np.mean(self._steps["prefill_tokens"])),
             "preemptions": self._num_preemptions,
+            "displaced": self._num_displaced,
         }
