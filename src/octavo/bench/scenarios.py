@@ -223,7 +223,7 @@ def _users(
 
 def _mixed(seed: int, *, long: bool) -> Traffic:
     """Eight chats and, with `long`, one distinct prompt of 2,000 words every 6 seconds."""
-    jobs = _users(seed, "chats", 8, words=(50, 150), output=(96, 160), turns=200)
+    jobs = _users(seed, "chats", 8, words=(50, 150), output=(64, 128), turns=200)
     if long:
         jobs += [
             Job(prompt=((f"long {number}", 2000),), output_tokens=16, at_s=4.0 + 6 * number, kind="long")
