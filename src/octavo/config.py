@@ -77,6 +77,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Help("share of the device's free memory (on a CPU: RAM) to use for weights and KV cache", metavar="SHARE"),
     ] = None
     enable_prefix_caching: Annotated[bool, Help("reuse the KV blocks of equal prompt beginnings")] = True
+    max_pinned_tokens: Annotated[
+        int,
+        Help("tokens of prompts that may be pinned in the prefix cache (cache_pin, /pin_prefix); 0: none", low=0),
+    ] = 0
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
@@ -163,6 +167,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Help("port to listen on; 0 takes a free one", low=0, high=65535)] = 8000
     api_key: Annotated[
         tuple[str, ...], Help("key clients must send, or name:key; may be repeated", metavar="KEY", secret=True)
+    ] = ()
+    admin_api_key: Annotated[
+        tuple[str, ...],
+        Help("key for administrative routes, which are closed without; may be repeated", metavar="KEY", secret=True),
     ] = ()
     max_body_bytes: Annotated[int, Help("largest request body", low=1)] = 8 * 1024 * 1024
     max_header_bytes: Annotated[int, Help("largest request head: request line and headers", low=1024)] = 32 * 1024

@@ -65,7 +65,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. A request with n choices becomes n of these, with `choice` 0..n-1 and one `parent`.
 
     `grammar` is a source as `octavo.grammar` writes it: only what a `Grammar` allows is sampled, and where it ends the sequence does.
-    `namespace` starts the block-hash chain of the prefix cache beside the model's own digest: cache salt, adapter.
+    `namespace` starts the block-hash chain of the prefix cache beside the model's own digest: cache salt, adapter. With
+    `pin` the prompt's full blocks are kept in the prefix cache, if the budget for that allows.
     `tenant` is who shares with whom under the policy `fair`. `priority`: lower runs first. The timeouts, in seconds, count from arrival,
     from the first step that runs it and from its first token; None is no limit of the request's own.
     """
@@ -76,6 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent: str = ""
     grammar: str | None = None
     namespace: bytes = b""
+    pin: bool = False
     tenant: str = "default"
     priority: int = 0
     arrival_s: float = 0.0
@@ -100,7 +102,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did for one request: new tokens, and on the last event how it ended. Exactly one event is terminal.
 
     `stop_token` is the id from `stop_token_ids` that ended it (None for end-of-sequence). `prompt_logprobs` comes once,
-    with the first event: one entry per prompt token, the first None. `num_cached_tokens` is set on the first event.
+    with the first event: one entry per prompt token, the first None. `num_cached_tokens` is set on the first event; so is
+    `num_pinned_tokens` if the request asked for it, 0 when there was no room.
     With `finish_reason` ERROR, `error_code` and `error_message` say why.
     """
 
@@ -109,6 +112,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int | None = None
+    num_pinned_tokens: int | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     error_code: str | None = None
@@ -335,14 +339,21 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """To the engine: forget all cached blocks that no request holds."""
+    """To the engine: forget all cached blocks that no request holds, pinned ones and those outside of memory included."""
+
+
+class UnpinPrefix(msgspec.Struct, frozen=True, tag="unpin_prefix"):
+    """To the engine: stop keeping the blocks of a prompt, of all prompts with `token_ids` None. What is not pinned is ignored."""
+
+    token_ids: tuple[int, ...] | None = None
+    namespace: bytes = b""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """To the engine: abort what runs and end the loop."""
 
 
-EngineInput = Add | Cancel | ResetPrefixCache | Shutdown
+EngineInput = Add | Cancel | ResetPrefixCache | UnpinPrefix | Shutdown
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,6 +65,14 @@ class AuthenticationError(OctavoError):
     http_status = 401
 
 
+class PermissionDeniedError(OctavoError):
+    """What the caller may not do, whatever key it has."""
+
+    code = "permission_denied"
+    type = "permission_error"
+    http_status = 403
+
+
 class OverloadedError(OctavoError):
     """The queue is full. Clients should retry after a pause."""
 

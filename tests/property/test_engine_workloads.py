@@ -31,6 +31,7 @@ def specs(draw: st.DrawFn, name: str) -> GenerateRequest:
         name,
         prompt,
         max_tokens,
+        pin=draw(st.booleans()),
         namespace=draw(st.sampled_from([b"", b"", b"", b"salt"])),
         min_tokens=draw(st.integers(0, min(3, max_tokens))),
         eos_token_ids=tuple(draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=6))),
@@ -48,12 +49,13 @@ def total(spec: GenerateRequest) -> int:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, longest: int, budget: int) -> KVLayout:
-    """Pools from exactly what the longest request needs up to plenty, in one or two groups."""
+def layouts(draw: st.DrawFn, longest: int, budget: int, pinned: int) -> KVLayout:
+    """Pools from exactly what the longest request needs beside pinned tokens up to plenty, in one or two groups."""
     window = draw(st.sampled_from([None, 1, 3, 8, 20, 100]))
     draft = layout(*[1] * draw(st.integers(1, 2)), block_size=draw(st.sampled_from([1, 2, 4, 16])), window=window)
     sizes = [
         draw(st.integers(0, 12))
+        + pinned // draft.block_size
         + blocks_needed(group, longest, block_size=draft.block_size, max_num_batched_tokens=budget)
         for group in draft.groups
     ]
@@ -68,14 +70,17 @@ def harnesses(draw: st.DrawFn, requests: Sequence[GenerateRequest], faults: Faul
     max_num_seqs = draw(st.integers(1, 5))
     chunked = draw(st.booleans())
     budget = draw(st.integers(max_num_seqs, 40)) if chunked else MAX_MODEL_LEN
-    kv = draw(layouts(max(map(total, requests)), budget))
+    caching = draw(st.sampled_from([True, True, False]))
+    pinned = draw(st.sampled_from([0, 0, 16, 40])) if caching else 0
+    kv = draw(layouts(max(map(total, requests)), budget, pinned))
     policy = draw(st.sampled_from(["fcfs", "priority", "fair"]))
     return Harness(
         kv,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=MAX_MODEL_LEN,
-        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
+        enable_prefix_caching=caching,
+        max_pinned_tokens=pinned,
         enable_chunked_prefill=chunked,
         faults=faults,
         long_prefill_token_threshold=draw(st.sampled_from([None, 0, 1, 3, 10])) if chunked else None,
@@ -180,6 +185,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20))
     def a_row_fails(self, number: int) -> None:
         self.faults.rows.add(RequestId(f"r{number}"))
+
+    @rule(stem=st.sampled_from([None, *STEMS]), length=st.integers(0, 40))
+    def unpin(self, stem: tuple[int, ...] | None, length: int) -> None:
+        self.harness.scheduler.unpin(None if stem is None else stem[:length], b"")
+        self.harness.scheduler.check()
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.config import Config, ResponsesConfig, ServerConfig
+from octavo.config import CacheConfig, Config, ResponsesConfig, ServerConfig
 from octavo.obs.events import EventLog
 from octavo.obs.metrics import Metrics
 from octavo.server.app import App
@@ -75,7 +75,11 @@ async def application(
     events, metrics = EventLog(), Metrics("scripted")
     events.add_sink(metrics)
     async with running(script, events=events, **options) as engine:
-        config = Config(server=server or ServerConfig(), responses=responses or ResponsesConfig())
+        config = Config(
+            server=server or ServerConfig(),
+            responses=responses or ResponsesConfig(),
+            cache=CacheConfig(block_size=8),
+        )
         app = App(config, engine, events, metrics)
         try:
             yield app, metrics

@@ -76,13 +76,16 @@ async def running(
     events: EventLog | None = None,
     on_death: Callable[[str], None] | None = None,
     num_blocks: int | None = None,
+    max_pinned_tokens: int = 0,
     **scheduler: Any,
 ) -> AsyncIterator[AsyncEngine]:
     """A ready engine that answers every request by the script; closed at the end."""
     call = script if callable(script) else lambda _: script
     served = model or model_of()
     engine = AsyncEngine.with_executor(
-        Config(scheduler=SchedulerConfig(**scheduler), cache=CacheConfig(block_size=8)),
+        Config(
+            scheduler=SchedulerConfig(**scheduler), cache=CacheConfig(block_size=8, max_pinned_tokens=max_pinned_tokens)
+        ),
         events or EventLog(),
         served,
         lambda: ScriptedExecutor(call, itl_s=itl_s, vocab_size=served.vocab_size),

@@ -16,11 +16,13 @@ know requests, steps or budgets.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
 from octavo.contracts import NULL_BLOCK, BlockCopy, BlockId, KVGroup, KVLayout, Retention
 from octavo.engine.blocks import BlockPool, require
+from octavo.engine.pins import Pins
 from octavo.engine.prefix import HashChain, PrefixHasher
 from octavo.errors import ConfigError
 
@@ -46,6 +48,18 @@ def capacity_tokens(layout: KVLayout, max_num_batched_tokens: int) -> int | None
         if not unbounded:
             longest = most if longest is None else min(longest, most)
     return longest
+
+
+def unpinned(layout: KVLayout, max_pinned_tokens: int) -> KVLayout:
+    """What pinned prefixes leave of a layout at the least. Raises ConfigError when that is nothing."""
+    num_blocks = tuple(count - max_pinned_tokens // layout.block_size for count in layout.num_blocks)
+    if max_pinned_tokens and min(num_blocks) < 1:
+        raise ConfigError(
+            f"--max-pinned-tokens ({max_pinned_tokens}) leaves nothing of a KV cache of {min(layout.num_blocks) * layout.block_size} "
+            "tokens; lower it, or give the cache more with --kv-cache-memory",
+            param="max_pinned_tokens",
+        )
+    return msgspec.structs.replace(layout, num_blocks=num_blocks)
 
 
 def _window(group: KVGroup) -> int:
@@ -121,7 +135,13 @@ class KVManager:
     """
 
     def __init__(
-        self, layout: KVLayout, *, namespace: bytes, enable_prefix_caching: bool, max_num_batched_tokens: int
+        self,
+        layout: KVLayout,
+        *,
+        namespace: bytes,
+        enable_prefix_caching: bool,
+        max_num_batched_tokens: int,
+        max_pinned_tokens: int = 0,
     ) -> None:
         if not layout.groups or len(layout.groups) != len(layout.num_blocks):
             raise ConfigError(
@@ -131,6 +151,8 @@ class KVManager:
             raise ConfigError(
                 f"every KV group needs at least one block, got {layout.num_blocks}; give the KV cache more memory"
             )
+        if max_pinned_tokens and not enable_prefix_caching:
+            raise ConfigError("--max-pinned-tokens needs --enable-prefix-caching", param="max_pinned_tokens")
         self.layout = layout
         self.block_size = layout.block_size
         self.pools = tuple(BlockPool(num_blocks) for num_blocks in layout.num_blocks)
@@ -145,6 +167,7 @@ class KVManager:
         self._claims: dict[bytes, SequenceBlocks] = {}
         """Keys of blocks and tails that are not published yet, and who is to compute them."""
         self._copies: list[BlockCopy] = []
+        self.pins = Pins(len(layout.groups), max_pinned_tokens // layout.block_size)
 
     @property
     def usage(self) -> float:
@@ -455,8 +478,52 @@ class KVManager:
         sequence.num_landed = sequence.num_tokens = sequence.num_told = 0
         sequence.cut = False
 
+    def pin(self, sequence: SequenceBlocks, num_tokens: int) -> int:
+        """Keeps the full blocks of a sequence's first `num_tokens` tokens, which are published, from being evicted.
+
+        Returns how many tokens they hold; 0 when the budget is exhausted, or there is nothing to keep.
+        """
+        num_blocks = num_tokens // self.block_size
+        if sequence.chain is None or not 0 < num_blocks <= sequence.num_published:
+            return 0
+        keys = sequence.chain.keys
+        if keys[num_blocks - 1] not in self.pins:
+            blocks: list[list[BlockId]] = []
+            for pool, table, window in zip(self.pools, sequence.tables, self._windows, strict=True):
+                first = 0 if window is None else self._first_needed(window, num_blocks * self.block_size)
+                for index in range(first, num_blocks):
+                    pool.publish(table[index], keys[index])  # an equal block that was findable instead may be gone
+                blocks.append(self._hit_blocks(pool, sequence, first, num_blocks))
+            if not self.pins.fits(blocks):
+                return 0
+            for pool, group in zip(self.pools, blocks, strict=True):
+                for block in group:
+                    pool.share(block)
+            self.pins.add(keys[num_blocks - 1], blocks)
+        return num_blocks * self.block_size
+
+    def unpin(self, namespace: bytes, token_ids: Sequence[int]) -> None:
+        """Lets the blocks of a pinned prompt go. What is not pinned is ignored."""
+        num_blocks = len(token_ids) // self.block_size
+        if num_blocks:
+            hashes = self._hasher.chain(namespace)
+            hashes.extend(token_ids, num_blocks)
+            self._unpin(hashes.keys[-1])
+
+    def unpin_all(self) -> None:
+        """Lets the blocks of all pinned prompts go."""
+        for key in self.pins.keys:
+            self._unpin(key)
+
+    def _unpin(self, key: bytes) -> None:
+        blocks = self.pins.remove(key)
+        if blocks is not None:
+            for pool, group in zip(self.pools, blocks, strict=True):
+                pool.release(reversed(group))
+
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached blocks that no sequence holds."""
+        """Forgets all cached blocks that no sequence holds, pinned ones included."""
+        self.unpin_all()
         for pool in self.pools:
             pool.forget_free()
 
@@ -464,7 +531,8 @@ class KVManager:
         """Raises InvariantError unless pools and tables agree. `sequences` are all that hold blocks. For tests: O(blocks)."""
         sequences = list(sequences)
         for number, pool in enumerate(self.pools):
-            pool.check(sequence.tables[number][sequence.freed[number] :] for sequence in sequences)
+            tables = (sequence.tables[number][sequence.freed[number] :] for sequence in sequences)
+            pool.check(chain(tables, self.pins.tables(number)))
         for sequence in sequences:
             for table, freed, window in zip(sequence.tables, sequence.freed, self._windows, strict=True):
                 require(

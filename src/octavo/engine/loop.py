@@ -27,6 +27,7 @@ from octavo.contracts import (
     ResetPrefixCache,
     Shutdown,
     StepPlan,
+    UnpinPrefix,
 )
 from octavo.engine.blocks import InvariantError
 from octavo.engine.constraints import Constraints
@@ -104,6 +105,8 @@ class EngineLoop:
                 self._scheduler.cancel(request_ids)
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
+            case UnpinPrefix(token_ids=token_ids, namespace=namespace):
+                self._scheduler.unpin(token_ids, namespace)
             case Shutdown():
                 pass  # After the messages that came with it, so that requests among them end with an event too.
 

@@ -49,6 +49,7 @@ class Request:
         "num_cached_tokens",
         "num_charged",
         "num_computed",
+        "num_pinned_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -76,6 +77,7 @@ class Request:
         self.in_flight = False
         """A step that computes this request is submitted and not committed: its slot and blocks must stay."""
         self.num_cached_tokens: int | None = None
+        self.num_pinned_tokens: int | None = None
         self.num_charged = 0
         """Positions that the policy counted as service: those computed for the first time, and those that a first hit brought."""
         self.num_preemptions = 0
@@ -158,10 +160,10 @@ class Request:
         error_message: str | None = None,
     ) -> TokenEvent:
         """The next event of this request; the first one carries the cached tokens and, if they are complete, the prompt logprobs."""
-        num_cached_tokens = prompt_logprobs = None
+        num_cached_tokens = num_pinned_tokens = prompt_logprobs = None
         if not self.first_event_sent:
             self.first_event_sent = True
-            num_cached_tokens = self.num_cached_tokens or 0
+            num_cached_tokens, num_pinned_tokens = self.num_cached_tokens or 0, self.num_pinned_tokens
             if self.prompt_logprobs is not None and len(self.prompt_logprobs) == self.num_prompt_tokens:
                 prompt_logprobs = tuple(self.prompt_logprobs)
         return TokenEvent(
@@ -170,6 +172,7 @@ class Request:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=num_cached_tokens,
+            num_pinned_tokens=num_pinned_tokens,
             finish_reason=finish_reason,
             stop_token=stop_token,
             error_code=error_code,

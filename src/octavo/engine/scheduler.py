@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from octavo.config import SchedulerConfig
 from octavo.contracts import (
@@ -47,7 +47,7 @@ from octavo.contracts import (
 )
 from octavo.engine.blocks import require
 from octavo.engine.deadlines import Deadlines, Phase
-from octavo.engine.kv import Hit, KVManager, capacity_tokens
+from octavo.engine.kv import Hit, KVManager, capacity_tokens, unpinned
 from octavo.engine.parking import Parking
 from octavo.engine.request import Request, Status
 from octavo.engine.settings import make_policy, prefill_bounds, token_budget
@@ -78,6 +78,7 @@ class Scheduler:
         *,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        max_pinned_tokens: int = 0,
         namespace: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,12 +87,13 @@ class Scheduler:
         self._bounds = prefill_bounds(config, self._budget)
         self._num_slots = config.max_num_seqs
         self._max_model_len = max_model_len
-        self._capacity = capacity_tokens(layout, self._budget)
+        self._capacity = capacity_tokens(unpinned(layout, max_pinned_tokens), self._budget)
         self._kv = KVManager(
             layout,
             namespace=namespace,
             enable_prefix_caching=enable_prefix_caching,
             max_num_batched_tokens=self._budget,
+            max_pinned_tokens=max_pinned_tokens,
         )
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
@@ -192,6 +194,13 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks that no request holds."""
         self._kv.reset_prefix_cache()
+
+    def unpin(self, token_ids: Sequence[int] | None, namespace: bytes) -> None:
+        """Stops keeping the cached blocks of a prompt, of all prompts with None."""
+        if token_ids is None:
+            self._kv.unpin_all()
+        else:
+            self._kv.unpin(namespace, token_ids)
 
     def flush(self) -> EngineOutput | None:
         """An output outside of steps: waiting events, or a changed state. None when there is nothing to tell."""
@@ -579,6 +588,8 @@ class Scheduler:
             reason, stop_token = request.append(token)
             self._tally.num_generated_tokens += 1
             if request.first_token_s is None:
+                if request.spec.pin:
+                    request.num_pinned_tokens = self._kv.pin(request.blocks, request.num_prompt_tokens)
                 request.first_token_s = now_s
                 self._deadlines.begin(request, Phase.DECODE, now_s)
                 self._tally.ttft_s.append(now_s - request.spec.arrival_s)
@@ -684,7 +695,8 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raises InvariantError if blocks or slots are held although no request is unfinished. O(groups)."""
         if not self._requests and not self._in_flight:
-            require(all(pool.num_free == pool.num_blocks for pool in self._kv.pools), "idle, but blocks are still held")
+            held = [pool.num_blocks - pool.num_free for pool in self._kv.pools]
+            require(held == self._kv.pins.num_blocks, "idle, but blocks are still held")
             require(len(self._free_slots) == self._num_slots, "idle, but slots are still held")
 
 

@@ -130,11 +130,16 @@ def open_with_executor(
         scheduling,
         max_model_len=model.max_model_len,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_pinned_tokens=config.cache.max_pinned_tokens,
     )
     facts = EngineFacts(
         max_model_len=model.max_model_len, vocab_rows=model.vocab_size, max_request_tokens=scheduler.max_request_tokens
     )
-    model = replace(model, max_request_tokens=scheduler.max_request_tokens)
+    model = replace(
+        model,
+        max_request_tokens=scheduler.max_request_tokens,
+        max_pinned_tokens=config.cache.max_pinned_tokens,
+    )
     return ThreadLink(Back(facts, scheduler, executor).run, hooks), model
 
 
@@ -292,6 +297,7 @@ def load_back(
             scheduling,
             max_model_len=budget.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_pinned_tokens=config.cache.max_pinned_tokens,
             namespace=_namespace(checkpoint, loaded.model.arithmetic, budget.layout),
         )
         executor = ModelRunner(
@@ -335,6 +341,7 @@ def served_model(config: Config, front: Front, facts: EngineFacts) -> ServedMode
         created=int(time.time()),
         max_logprobs=config.model.max_logprobs,
         max_request_tokens=facts.max_request_tokens,
+        max_pinned_tokens=config.cache.max_pinned_tokens,
     )
 
 
@@ -368,13 +375,16 @@ def budget_memory(
     asked = config.model.max_model_len
     longest = asked or max_context
     max_chunk = token_budget(config.scheduler, longest)
-    fits = longest_context(groups, memory_bytes, longest, block_size=block_size, max_chunk=max_chunk)
-    needs = request_bytes(groups, longest, block_size=block_size, max_chunk=max_chunk)
+    # Pinned prefixes may take so much of it for good.
+    pinned_bytes = sum(group.bytes_per_token for group in groups) * config.cache.max_pinned_tokens
+    fits = longest_context(
+        groups, max(0, memory_bytes - pinned_bytes), longest, block_size=block_size, max_chunk=max_chunk
+    )
+    needs = request_bytes(groups, longest, block_size=block_size, max_chunk=max_chunk) + pinned_bytes
     warnings: list[str] = []
     if fits < longest:
-        what = (
-            f"a context of {longest} tokens needs {_text(needs)} of KV cache, but {source} gives {_text(memory_bytes)}"
-        )
+        beside = " beside what may be pinned" if pinned_bytes else ""
+        what = f"a context of {longest} tokens{beside} needs {_text(needs)} of KV cache, but {source} gives {_text(memory_bytes)}"
         if asked is not None or fits < block_size:
             remedy = f"lower --max-model-len to {fits} or " if fits >= block_size else ""
             raise ConfigError(f"{what}: {remedy}give it more with --kv-cache-memory", param="max_model_len")

@@ -16,13 +16,23 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from octavo.config import Config
-from octavo.contracts import Add, Cancel, EngineOutput, Executor, FinishReason, RequestId, ResetPrefixCache, StepStats
+from octavo.contracts import (
+    Add,
+    Cancel,
+    EngineOutput,
+    Executor,
+    FinishReason,
+    RequestId,
+    ResetPrefixCache,
+    StepStats,
+    UnpinPrefix,
+)
 from octavo.errors import ConfigError, EngineDeadError, NotReadyError, OctavoError, OverloadedError
 from octavo.frontend.constrain import GrammarDoor, constrained
 from octavo.frontend.link import WATCH_INTERVAL_S, EngineLink, Hooks, Progress, Watch
 from octavo.frontend.model import ServedModel
 from octavo.frontend.outputs import Delta
-from octavo.frontend.requests import Prepared, RequestBuilder
+from octavo.frontend.requests import Prepared, RequestBuilder, cache_namespace
 from octavo.frontend.stream import StreamTable, merge
 from octavo.obs.events import EngineStateChanged, EventLog, StepCompleted
 
@@ -287,10 +297,16 @@ class AsyncEngine:
                 return
 
     def reset_prefix_cache(self) -> None:
-        """Forgets cached blocks that no request holds."""
+        """Forgets cached blocks that no request holds, pinned ones and those on disk included."""
         self.check_ready()
         assert self._link is not None
         self._link.send(ResetPrefixCache())
+
+    def unpin_prefix(self, token_ids: tuple[int, ...] | None, *, cache_salt: str | None = None) -> None:
+        """Lets the pinned blocks of a prompt go, of all prompts with None."""
+        self.check_ready()
+        assert self._link is not None
+        self._link.send(UnpinPrefix(token_ids, cache_namespace(cache_salt)))
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for the running ones; after `timeout_s` the rest end with a NotReadyError.

@@ -22,6 +22,7 @@ class ServedModel:
     knows; ids from there on are refused. default_sampling: the model's own preferences (generation_config.json),
     empty when they are switched off. created: Unix time. max_logprobs: the most alternatives a request may ask for,
     -1 without bound. max_request_tokens: tokens of one sequence that the whole KV cache can hold, None without bound.
+    max_pinned_tokens: tokens of prompts that may be pinned in the prefix cache.
     """
 
     names: tuple[str, ...]
@@ -35,6 +36,7 @@ class ServedModel:
     created: int = 0
     max_logprobs: int = 20
     max_request_tokens: int | None = None
+    max_pinned_tokens: int = 0
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """SamplingParams of the given values, the rest from `default_sampling`, then the class's defaults.

@@ -91,9 +91,9 @@ class Delta:
     `finish_reason`.
 
     index: the choice. text: final text that no later token can change. token_ids: new tokens; their text may come in
-    a later delta. logprobs: parallel to token_ids when asked for. prompt_logprobs, num_cached_tokens: in the first
-    delta of a choice only. stop_reason: the stop string or stop token id that ended it. error: set when finish_reason
-    is ERROR.
+    a later delta. logprobs: parallel to token_ids when asked for. prompt_logprobs, num_cached_tokens and, if it was
+    asked to pin them, num_pinned_tokens: in the first delta of a choice only. stop_reason: the stop string or stop
+    token id that ended it. error: set when finish_reason is ERROR.
     """
 
     index: int
@@ -102,6 +102,7 @@ class Delta:
     logprobs: tuple[LogprobEntry, ...] | None = None
     prompt_logprobs: tuple[LogprobEntry | None, ...] | None = None
     num_cached_tokens: int | None = None
+    num_pinned_tokens: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: OctavoError | None = None

@@ -52,6 +52,11 @@ class Prepared:
         return len(self.requests)
 
 
+def cache_namespace(cache_salt: str | None) -> bytes:
+    """What keeps the cached blocks of a salt apart from those of others."""
+    return b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+
+
 class RequestBuilder:
     """Builds and validates requests for one model. Bad input raises InvalidRequestError or one of its kin, nothing
     else.
@@ -68,6 +73,7 @@ class RequestBuilder:
         tenant: str = "default",
         priority: int = 0,
         cache_salt: str | None = None,
+        cache_pin: bool = False,
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
@@ -88,7 +94,7 @@ class RequestBuilder:
             text = None
             token_ids = self.check_token_ids("prompt", prompt, bounded=truncation is None)
         text, token_ids = self._truncated(text, token_ids, params, truncation)
-        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s, grammar)
+        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, cache_pin, arrival_s, grammar)
 
     def build_chat(
         self,
@@ -102,6 +108,7 @@ class RequestBuilder:
         tenant: str = "default",
         priority: int = 0,
         cache_salt: str | None = None,
+        cache_pin: bool = False,
         arrival_s: float | None = None,
         truncation: Truncation | None = None,
         grammar: GrammarSpec | None = None,
@@ -119,7 +126,7 @@ class RequestBuilder:
             bounded=truncation is None,
         )
         text, token_ids = self._truncated(prompt.text, tuple(prompt.token_ids), params, truncation)
-        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, arrival_s, grammar)
+        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, cache_pin, arrival_s, grammar)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text as `build` makes them. Raises InvalidRequestError, ContextLengthError for far too long a
@@ -223,6 +230,7 @@ class RequestBuilder:
         tenant: str,
         priority: int,
         cache_salt: str | None,
+        cache_pin: bool,
         arrival_s: float | None,
         grammar: GrammarSpec | None,
     ) -> Prepared:
@@ -234,7 +242,8 @@ class RequestBuilder:
             raise InvalidRequestError(
                 f"cache_salt must be a text of 1 to {MAX_SALT_CHARACTERS} characters", param="cache_salt"
             )
-        namespace = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+        if cache_pin:
+            self._check_pin(len(token_ids))
         sampling = self._sampling(params, len(token_ids))
         grammar = params.grammar or grammar
         if grammar is not None and params.ignore_eos:
@@ -250,7 +259,8 @@ class RequestBuilder:
                 prompt_token_ids=token_ids,
                 sampling=sampling if choice == 0 else msgspec.structs.replace(sampling, choice=choice),
                 parent=parent,
-                namespace=namespace,
+                namespace=cache_namespace(cache_salt),
+                pin=cache_pin and choice == 0,
                 tenant=tenant,
                 priority=priority,
                 arrival_s=arrival_s,
@@ -258,6 +268,18 @@ class RequestBuilder:
             for choice in range(params.n)
         )
         return Prepared(requests, text, token_ids, params, grammar)
+
+    def _check_pin(self, num_tokens: int) -> None:
+        most = self.model.max_pinned_tokens
+        if most == 0:
+            raise InvalidRequestError(
+                "cache_pin: this server pins nothing; start it with --max-pinned-tokens", param="cache_pin"
+            )
+        if num_tokens > most:
+            raise InvalidRequestError(
+                f"cache_pin: the prompt has {num_tokens} tokens, more than may be pinned in all (--max-pinned-tokens {most})",
+                param="cache_pin",
+            )
 
     def _sampling(self, params: SamplingParams, num_prompt_tokens: int) -> TokenSampling:
         model = self.model

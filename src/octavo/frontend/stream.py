@@ -112,6 +112,7 @@ class OutputStream:
             if event.prompt_logprobs is None
             else tuple(None if position is None else self._entry(position) for position in event.prompt_logprobs),
             num_cached_tokens=event.num_cached_tokens,
+            num_pinned_tokens=event.num_pinned_tokens,
             finish_reason=reason,
             stop_reason=stopped,
         )
@@ -237,6 +238,9 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
         num_cached_tokens=next(
             (delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens is not None), None
+        ),
+        num_pinned_tokens=next(
+            (delta.num_pinned_tokens for delta in deltas if delta.num_pinned_tokens is not None), None
         ),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from octavo.config import Config
-from octavo.contracts import Add, Cancel, EngineOutput, ResetPrefixCache, Shutdown
+from octavo.contracts import Add, Cancel, EngineOutput, ResetPrefixCache, Shutdown, UnpinPrefix
 
 _LENGTH = struct.Struct("<I")
 
@@ -67,7 +67,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """From the child, twice a second whatever its loop does: I am not stopped."""
 
 
-ToChild = Configure | Add | Cancel | ResetPrefixCache | Shutdown
+ToChild = Configure | Add | Cancel | ResetPrefixCache | UnpinPrefix | Shutdown
 FromChild = LoadProgress | Loaded | LoadFailed | Crashed | Beat | EngineOutput
 
 

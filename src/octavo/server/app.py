@@ -18,8 +18,9 @@ from octavo.frontend.engine import AsyncEngine
 from octavo.loaders.catalogue import cache_folder
 from octavo.obs.events import EventLog, HttpRequestDone, RequestRefused
 from octavo.obs.metrics import Metrics
-from octavo.server import utility
-from octavo.server.auth import OPEN_PATHS, Keys
+from octavo.server import admin, utility
+from octavo.server.admin import ADMIN_PATHS
+from octavo.server.auth import OPEN_PATHS, AdminKeys, Keys
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.context import Context
@@ -56,6 +57,7 @@ class App:
         self.context = Context(config, engine, events)
         self._events = events
         self._keys = Keys(config.server.api_key)
+        self._admin_keys = AdminKeys(config.server.admin_api_key)
         self._door = Door(config.server, bound_host or config.server.host)
         self._http = with_cors(self._serve, config.server)
         self._responses = ResponsesApi(_store(config.responses))
@@ -73,6 +75,9 @@ class App:
                 ("GET", "/v1/models/{name:path}", utility.one_model),
                 ("POST", "/tokenize", utility.tokenize),
                 ("POST", "/detokenize", utility.detokenize),
+                ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+                ("POST", "/pin_prefix", admin.pin_prefix),
+                ("POST", "/unpin_prefix", admin.unpin_prefix),
                 ("GET", "/health", utility.ready),
                 ("GET", "/ready", utility.ready),
                 ("GET", "/live", utility.live),
@@ -115,7 +120,9 @@ class App:
         route: Route | None = None
         try:
             self._door.check(scope)
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] in ADMIN_PATHS:
+                self._admin_keys.check(scope)
+            elif scope["path"] not in OPEN_PATHS:
                 scope["octavo.tenant"] = self._keys.tenant(scope)
             route, handler = self._match(scope)
             response = await handler(self.context, Request(scope, receive))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.types import Scope
 
-from octavo.errors import AuthenticationError, ConfigError
+from octavo.errors import AuthenticationError, ConfigError, PermissionDeniedError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/live"})
 """Paths that need no key: what an orchestrator asks. Compared with the decoded path, exactly."""
@@ -37,16 +37,39 @@ class Keys:
         """The caller's tenant. Raises AuthenticationError."""
         if not self._tenants:
             return DEFAULT_TENANT
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        digest = hashlib.sha256(key.strip()).digest()
+        digest = _bearer_digest(scope)
         found = None
         for known, name in self._tenants:  # all of them, so that time does not tell which one matched
             if hmac.compare_digest(known, digest):
                 found = name
-        if scheme.lower() != b"bearer" or found is None:
+        if found is None:
             raise AuthenticationError("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
         return found
+
+
+class AdminKeys:
+    """The keys of administrative routes. Without any these are closed."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        if not all(keys):
+            raise ConfigError("an admin API key is empty; expected --admin-api-key KEY", param="admin_api_key")
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(self, scope: Scope) -> None:
+        """Raises PermissionDeniedError when there are no keys, AuthenticationError when the request does not have one of them."""
+        if not self._digests:
+            raise PermissionDeniedError("administrative routes are closed; start the server with --admin-api-key KEY")
+        digest = _bearer_digest(scope)
+        found = [hmac.compare_digest(known, digest) for known in self._digests]
+        if not any(found):
+            raise AuthenticationError("missing or wrong admin API key; send it as 'Authorization: Bearer KEY'")
+
+
+def _bearer_digest(scope: Scope) -> bytes:
+    """Digest of the one bearer key of a request; without one, of nothing, which is no key's."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    return hashlib.sha256(key.strip() if scheme.lower() == b"bearer" else b"").digest()
 
 
 def tenant_of(request: Request) -> str:

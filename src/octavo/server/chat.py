@@ -150,6 +150,7 @@ def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest
         chat_template_kwargs=_template_kwargs(context, body),
         tenant=tenant_of(request),
         cache_salt=body.cache_salt,
+        cache_pin=bool(body.cache_pin),
         truncation=truncation(body),
         grammar=body.grammar,
     )

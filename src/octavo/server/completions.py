@@ -143,6 +143,7 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
             params,
             tenant=tenant_of(request),
             cache_salt=body.cache_salt,
+            cache_pin=bool(body.cache_pin),
             add_special_tokens=body.add_special_tokens is not False,
             truncation=truncation(body),
             grammar=body.grammar,

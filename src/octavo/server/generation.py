@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -50,6 +51,7 @@ class UsageCount:
         self._prompt_tokens = sum(len(one.prompt_token_ids) for one in prepared)
         self._completion_tokens = 0
         self._cached: dict[int, int] = {}
+        self._pinned: dict[int, int] | None = {} if prepared[0].requests[0].pin else None
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Counts one delta of the request number `prompt`."""
@@ -57,6 +59,8 @@ class UsageCount:
         if delta.num_cached_tokens is not None:
             # Other choices find what the first of them has computed, which was not there for the request.
             self._cached[prompt] = min(self._cached.get(prompt, delta.num_cached_tokens), delta.num_cached_tokens)
+        if delta.num_pinned_tokens is not None and self._pinned is not None:
+            self._pinned[prompt] = delta.num_pinned_tokens
 
     def usage(self) -> Usage:
         """Counts so far."""
@@ -64,7 +68,9 @@ class UsageCount:
             self._prompt_tokens,
             self._completion_tokens,
             self._prompt_tokens + self._completion_tokens,
-            PromptTokensDetails(sum(self._cached.values())),
+            PromptTokensDetails(
+                sum(self._cached.values()), UNSET if self._pinned is None else sum(self._pinned.values())
+            ),
         )
 
 

@@ -69,6 +69,7 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     cache_salt: str | None = None
+    cache_pin: bool | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -169,6 +170,21 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+
+class PinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /pin_prefix: a `prompt` (text or token ids) or chat `messages`, whose full KV blocks are to stay cached."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class UnpinRequest(PinRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /unpin_prefix: what was given to /pin_prefix, or nothing for all that is pinned."""
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -286,9 +302,10 @@ def _field_of(message: str) -> str | None:
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How many prompt tokens came from the prefix cache."""
+    """How many prompt tokens came from the prefix cache, and, if the request asked to pin them, how many are pinned now."""
 
     cached_tokens: int
+    pinned_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
