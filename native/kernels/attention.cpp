@@ -29,7 +29,7 @@ namespace {
 inline constexpr int kTileRows = 6;
 inline constexpr int kTileVectors = 4;
 #else
-inline constexpr int kTileRows = 3;
+inline constexpr int kTileRows = 4;
 inline constexpr int kTileVectors = 2;
 #endif
 inline constexpr int64_t kMostRows = 64;      // rows whose state is kept at once
@@ -222,6 +222,20 @@ inline void score_group(const Row<T>* rows, const T* lo, const T* hi, int64_t st
     even[r] = odd[r] = start(Operand<T>{});
     q[r] = rows[r].q;
   }
+#if defined(OCTAVO_ISA_avx2)
+  // One chain after the other: both at once do not fit the registers.
+  for (int64_t i = 0; i < pairs; i += 2) {
+    const I16 k = kTogether ? load_words(lo + i * step) : load_words(lo + i * step, hi + i * step);
+    ahead.template step<sizeof(T)>();
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) even[r] = dot(even[r], k, splat_words(q[r] + 2 * i));
+  }
+  for (int64_t i = 1; i < pairs; i += 2) {
+    const I16 k = kTogether ? load_words(lo + i * step) : load_words(lo + i * step, hi + i * step);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) odd[r] = dot(odd[r], k, splat_words(q[r] + 2 * i));
+  }
+#else
   for (int64_t i = 0; i < pairs; i += 2) {
     const I16 k = kTogether ? load_words(lo) : load_words(lo, hi);
     const I16 l = kTogether ? load_words(lo + step) : load_words(lo + step, hi + step);
@@ -234,6 +248,7 @@ inline void score_group(const Row<T>* rows, const T* lo, const T* hi, int64_t st
       odd[r] = dot(odd[r], l, splat_words(q[r] + 2 * i + 2));
     }
   }
+#endif
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) scores[r] = mul(as_float(add(even[r], odd[r])), splat(rows[r].factor));
 }

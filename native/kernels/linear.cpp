@@ -110,27 +110,23 @@ OCTAVO_INLINE __m256i broadcast4(const int8_t* p) {
 OCTAVO_INLINE __m256i low_nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 OCTAVO_INLINE __m256i high_nibbles(__m256i x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
 
+// Both halves of the columns at once, so that an activation is broadcast once for them: 4 registers hold weights, 2 R
+// hold sums. Unrolled, more than one row would spill them.
 template <int R>
-OCTAVO_INLINE void dot_u4_half(const uint8_t* levels, bool symmetric, const QuantBlock* input, int64_t stride,
-                               __m256i (&dots)[R]) {
-  __m256i sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_si256();
-#pragma GCC unroll 1
-  for (int j = 0; j < 4; ++j) {
-    const __m256i pair = _mm256_load_si256(reinterpret_cast<const __m256i*>(levels + 64 * j));
-    const __m256i low = low_nibbles(pair);
-    const __m256i high = high_nibbles(pair);
+OCTAVO_INLINE void step_u4(const uint8_t* levels, const int8_t* values, int64_t stride, __m256i (&lo)[R],
+                           __m256i (&hi)[R]) {
+  const __m256i* pairs = reinterpret_cast<const __m256i*>(levels);
+  const __m256i first = _mm256_load_si256(pairs), second = _mm256_load_si256(pairs + 1);
+  const __m256i first_low = low_nibbles(first), first_high = high_nibbles(first);
+  const __m256i second_low = low_nibbles(second), second_high = high_nibbles(second);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const int8_t* x = input[r * stride].values + 4 * j;
-      sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(low, broadcast4(x)));
-      sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(high, broadcast4(x + 16)));
-    }
-  }
   for (int r = 0; r < R; ++r) {
-    dots[r] = _mm256_madd_epi16(sums[r], _mm256_set1_epi16(1));
-    if (symmetric)
-      dots[r] = _mm256_add_epi32(dots[r], _mm256_srai_epi32(_mm256_set1_epi32(input[r * stride].offset), 4));
+    const __m256i x = broadcast4(values + r * stride);
+    lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(first_low, x));
+    hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(second_low, x));
+    const __m256i y = broadcast4(values + r * stride + 16);
+    lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(first_high, y));
+    hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(second_high, y));
   }
 }
 
@@ -138,9 +134,23 @@ template <int R>
 OCTAVO_INLINE void dot_u4(const uint8_t* levels, bool symmetric, const QuantBlock* input, int64_t stride,
                           I16 (&dots)[R]) {
   __m256i lo[R], hi[R];
-  dot_u4_half<R>(levels, symmetric, input, stride, lo);
-  dot_u4_half<R>(levels + 32, symmetric, input, stride, hi);
-  for (int r = 0; r < R; ++r) dots[r] = {lo[r], hi[r]};
+  for (int r = 0; r < R; ++r) lo[r] = hi[r] = _mm256_setzero_si256();
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(QuantBlock));
+  if constexpr (R == 1) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) step_u4<R>(levels + 64 * j, input->values + 4 * j, bytes, lo, hi);
+  } else {
+#pragma GCC unroll 1
+    for (int j = 0; j < 4; ++j) step_u4<R>(levels + 64 * j, input->values + 4 * j, bytes, lo, hi);
+  }
+  const __m256i one = _mm256_set1_epi16(1);
+  for (int r = 0; r < R; ++r) {
+    dots[r] = {_mm256_madd_epi16(lo[r], one), _mm256_madd_epi16(hi[r], one)};
+    if (symmetric) {
+      const __m256i offset = _mm256_srai_epi32(_mm256_set1_epi32(input[r * stride].offset), 4);
+      dots[r] = {_mm256_add_epi32(dots[r].lo, offset), _mm256_add_epi32(dots[r].hi, offset)};
+    }
+  }
 }
 
 template <int R>
