@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
     parser.add_argument("--port", type=int, default=8190)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here; rounds that it has are kept")
     arguments = parser.parse_args()
     octavo = (sys.executable, "-m", "octavo")
     place = Place(arguments.peers.resolve(), arguments.race_sh.resolve(), arguments.port, octavo)
@@ -226,19 +226,24 @@ def main() -> int:
         parser.error(f"no contestant {unknown[0]!r}")
 
     options = {"work": works, "contestants": names, "rounds": arguments.rounds, "seed": arguments.seed}
-    result = results.header("race", options) | {"model": "SmolLM2-135M-Instruct"}
-    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {work: {name: [] for name in names} for work in works}
+    result: dict[str, Any] = results.header("race", options) | {"model": "SmolLM2-135M-Instruct"}
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    if arguments.json is not None and arguments.json.exists():
+        rounds = json.loads(arguments.json.read_text())["rounds"]
+    for work in works:
+        for name in names:
+            rounds.setdefault(work, {}).setdefault(name, [])
     for number in range(arguments.rounds):
-        seed = arguments.seed + number
         for work in works:
             for name in names:
+                if len(rounds[work][name]) > number:
+                    continue  # of a race that goes on
                 run_one = partial(race_server, name) if name in SERVERS else OFFLINE[name]
-                figures = run_one(work, seed, place)
+                figures = run_one(work, arguments.seed + number, place)
                 if figures is not None:
                     rounds[work][name].append(figures)
                     print(f"round {number + 1} {work} {name}: {figures}", file=sys.stderr, flush=True)
-    medians = summary(rounds)
-    result |= {"results": medians, "rounds": rounds, "load_after": results.load_average()}
+    result |= {"results": summary(rounds), "rounds": rounds, "load_after": results.load_average()}
     print("\n".join(race_table(result)))
     print(f"\nwritten to {results.write(result, arguments.json)}")
     return 0
