@@ -25,7 +25,8 @@ from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.context import Context
 from octavo.server.door import Door, with_cors
-from octavo.server.errors import error_object, error_response
+from octavo.server.errors import dialect_of, error_object, error_response
+from octavo.server.messages.handlers import count_tokens, create_message
 from octavo.server.responses.handlers import ResponsesApi
 from octavo.server.responses.store import ResponseStore
 
@@ -73,6 +74,8 @@ class App:
                 ("GET", "/v1/responses/{id}/input_items", self._responses.items),
                 ("GET", "/v1/models", utility.models),
                 ("GET", "/v1/models/{name:path}", utility.one_model),
+                ("POST", "/v1/messages", create_message),
+                ("POST", "/v1/messages/count_tokens", count_tokens),
                 ("POST", "/tokenize", utility.tokenize),
                 ("POST", "/detokenize", utility.detokenize),
                 ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
@@ -131,12 +134,13 @@ class App:
             status = 499
         except asyncio.CancelledError:  # uvicorn gives up what is left when the server stops, and wants nothing of it
             if not started:
-                response = error_response(NotReadyError("the server is shutting down: send the request elsewhere"))
+                refusal = NotReadyError("the server is shutting down: send the request elsewhere")
+                response = error_response(refusal, dialect_of(scope["path"]))
                 await response(scope, receive, watched_send)
         except Exception as error:
             if started:
                 raise
-            response = error_response(error)
+            response = error_response(error, dialect_of(scope["path"]))
             if response.status_code != 401 or scope["path"] in {path for _, path in self.routes}:
                 self._events.emit(
                     RequestRefused(

@@ -43,7 +43,9 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = name
         if found is None:
-            raise AuthenticationError("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+            raise AuthenticationError(
+                "missing or wrong API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
         return found
 
 
@@ -66,8 +68,13 @@ class AdminKeys:
 
 
 def _bearer_digest(scope: Scope) -> bytes:
-    """Digest of the one bearer key of a request; without one, of nothing, which is no key's."""
+    """Digest of the one bearer key of a request, or of its x-api-key, which Anthropic's clients send; without one, of nothing, which is
+    no key's.
+    """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
+    bare = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    if not given and len(bare) == 1:
+        return hashlib.sha256(bare[0].strip()).digest()
     scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
     return hashlib.sha256(key.strip() if scheme.lower() == b"bearer" else b"").digest()
 

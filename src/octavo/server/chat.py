@@ -156,6 +156,18 @@ def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest
     )
 
 
+def tokenize_chat(context: Context, body: ChatCompletionRequest) -> list[int]:
+    """The ids of a request's prompt, as `prepare_chat` makes them. Raises InvalidRequestError and its kin."""
+    return context.engine.builder.tokenize_chat(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt
+        if body.add_generation_prompt is not None
+        else not body.continue_final_message,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=_template_kwargs(context, body),
+    )
+
+
 def _template_kwargs(context: Context, body: ChatCompletionRequest) -> dict[str, Any]:
     """The template's variables that have request fields of their own. One that the template does not look at would be ignored, so
     it is refused.

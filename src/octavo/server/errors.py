@@ -27,12 +27,29 @@ def error_object(error: Exception) -> dict[str, Any]:
     return {"message": message, "type": error.type, "param": error.param, "code": error.code}
 
 
-def error_body(error: Exception) -> bytes:
-    """The JSON body `{"error": {...}}`."""
-    return msgspec.json.encode({"error": error_object(error)})
+OPENAI, ANTHROPIC = "openai", "anthropic"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
-def error_response(error: Exception) -> Response:
+def error_body(error: Exception, dialect: str = OPENAI) -> bytes:
+    """The JSON body `{"error": {...}}`; for Anthropic's clients with the types and the outer `type` that they look for."""
+    inner = error_object(error)
+    if dialect == OPENAI:
+        return msgspec.json.encode({"error": inner})
+    status = error.http_status if isinstance(error, OctavoError) else 500
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {**inner, "type": kind}})
+
+
+def dialect_of(path: str) -> str:
+    """Whose clients ask for a path."""
+    return ANTHROPIC if path == "/v1/messages" or path.startswith("/v1/messages/") else OPENAI
+
+
+def error_response(error: Exception, dialect: str = OPENAI) -> Response:
     """The whole HTTP answer. A retryable refusal carries `Retry-After`; an unknown error is logged with its trace."""
     headers: dict[str, str] = {}
     status = 500
@@ -44,4 +61,4 @@ def error_response(error: Exception) -> Response:
             headers["www-authenticate"] = "Bearer"
     else:
         _log.error("unexpected error in a handler", exc_info=error)
-    return Response(error_body(error), status, headers, media_type="application/json")
+    return Response(error_body(error, dialect), status, headers, media_type="application/json")
