@@ -131,7 +131,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_num_queued_reqs: Annotated[
         int | None,
         Help(
-            "most requests waiting or running; further ones get 429 (n counts n times); default: 16 x max-num-seqs",
+            "most requests waiting or running (with fair: of a tenant); further ones get 429 (n counts n times); default: 16 x "
+            "max-num-seqs",
             low=1,
         ),
     ] = None

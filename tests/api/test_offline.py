@@ -246,6 +246,10 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"block_size": 7}, "7"),
         ({"max_num_seqs": "many"}, "int"),
+        ({"scheduling_policy": "random"}, "random"),
+        ({"decode_timeout": -1.0}, "decode-timeout"),
+        ({"priority_ageing": 5.0}, "scheduling-policy priority"),
+        ({"max_long_partial_prefills": 0}, "max-long-partial-prefills"),
         ({"max_model_len": 10**6}, "max-model-len"),
         ({"dtype": "int3"}, "int3"),
         ({"gpu_memory_utilization": 1.5, "kv_cache_memory": None}, "gpu-memory-utilization"),
@@ -254,6 +258,19 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(str(TINY), **{"backend": "numpy", **options})
+
+
+def test_priorities_of_a_batch(llm: LLM) -> None:
+    with tiny(scheduling_policy="priority", max_num_seqs=1) as made:
+        outputs = made.generate(PROMPTS, GREEDY, use_tqdm=False, priority=[3, 1, 2, 0])
+        assert token_ids(outputs) == token_ids(generate(made, PROMPTS))
+        began = [output.metrics.scheduled_s for output in outputs if output.metrics is not None]
+        assert sorted(began[1:]) == [began[3], began[1], began[2]]  # the first may start before the others are there
+        for wrong in ([1], "abcd", [1, 2, 3, 0.5]):
+            with pytest.raises(InvalidRequestError, match="priority"):
+                made.generate(PROMPTS, GREEDY, use_tqdm=False, priority=wrong)
+    with pytest.raises(InvalidRequestError, match="scheduling-policy"):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, priority=[1])
 
 
 def test_a_closed_model_says_so() -> None:

@@ -48,6 +48,28 @@ def token_budget(config: SchedulerConfig, max_model_len: int) -> int:
     return budget
 
 
+def check_scheduling(config: SchedulerConfig) -> None:
+    """Raises ConfigError for what no model can make right: numbers out of bounds, settings that contradict each other."""
+    for flag, value, low in (
+        ("long-prefill-token-threshold", config.long_prefill_token_threshold, 0),
+        ("max-long-partial-prefills", config.max_long_partial_prefills, 1),
+    ):
+        if value is not None and value < low:
+            raise ConfigError(f"--{flag} is {value}; it must be at least {low}", param=flag.replace("-", "_"))
+    for flag, limit in (
+        ("priority-ageing", config.priority_ageing),
+        ("waiting-timeout", config.waiting_timeout),
+        ("prefill-timeout", config.prefill_timeout),
+        ("decode-timeout", config.decode_timeout),
+    ):
+        if limit is not None and not 0.0 < limit < math.inf:
+            raise ConfigError(
+                f"--{flag} is {limit:g}; it must be a number of seconds above 0", param=flag.replace("-", "_")
+            )
+    prefill_bounds(config, 1)
+    make_policy(config, lambda request: 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillBounds:
     """`long`: tokens beyond which what is to be computed of a request is long. `chunk`: most tokens of a long one in a step while others

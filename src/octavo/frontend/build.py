@@ -85,8 +85,10 @@ def open_engine(config: Config, hooks: Hooks, progress: Progress | None = None) 
     Weights load in this thread (or in the child) while the tokenizer loads in another.
     Raises ConfigError, ModelUnavailableError, ModelFileError, UnsupportedModelError.
     """
+    from octavo.engine import check_scheduling
     from octavo.loaders.checkpoint import open_checkpoint
 
+    check_scheduling(config.scheduler)
     if config.model.max_logprobs < -1:
         raise ConfigError("--max-logprobs must be 0 or more, or -1 for no bound", param="max_logprobs")
     checkpoint = open_checkpoint(config.model.model, revision=config.model.revision, check_config=_check_family)
@@ -115,8 +117,9 @@ def open_with_executor(
     """An engine loop in a thread over a given executor. `num_blocks` bounds its KV pool; default: all slots at full
     length.
     """
-    from octavo.engine import Scheduler
+    from octavo.engine import Scheduler, check_scheduling
 
+    check_scheduling(config.scheduler)
     scheduling = resolve_scheduler(config.scheduler, model.max_model_len)
     block_size = config.cache.block_size
     per_request = -(-model.max_model_len // block_size)

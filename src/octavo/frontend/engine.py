@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from types import TracebackType
@@ -267,7 +267,7 @@ class AsyncEngine:
 
     def submit(self, prepared: Prepared) -> RequestHandle:
         """Queues a request. Raises NotReadyError, OverloadedError, EngineDeadError."""
-        self.check_room(prepared.num_choices)
+        self.check_room([prepared])
         assert self._link is not None
         handle = RequestHandle(prepared, self._cancel)
         self._streams.add(prepared, self.model, handle.put)
@@ -275,12 +275,20 @@ class AsyncEngine:
         self._link.send(Add(prepared.requests))
         return handle
 
-    def check_room(self, num_sequences: int) -> None:
-        """Raises OverloadedError, or what `check_ready` raises, unless so many more sequences are accepted now."""
+    def check_room(self, prepared: Sequence[Prepared]) -> None:
+        """Raises OverloadedError, or what `check_ready` raises, unless a call's requests, all of one tenant, are accepted now.
+
+        Under the policy `fair` the limit is each tenant's own, so that one that floods the server fills no other's room.
+        """
         self.check_ready()
-        if len(self._streams) + num_sequences > self._max_unfinished:
+        num_sequences = sum(one.num_choices for one in prepared)
+        if self._config.scheduler.scheduling_policy == "fair":
+            num_unfinished, whose = self._streams.num_of(prepared[0].requests[0].tenant), "of yours "
+        else:
+            num_unfinished, whose = len(self._streams), ""
+        if num_unfinished + num_sequences > self._max_unfinished:
             raise OverloadedError(
-                f"{len(self._streams)} sequences are running or waiting and this request adds {num_sequences}; "
+                f"{num_unfinished} sequences {whose}are running or waiting and this request adds {num_sequences}; "
                 f"the limit is {self._max_unfinished}: try again later"
             )
 
@@ -366,7 +374,8 @@ class AsyncEngine:
         if self._life != life:
             await _in_thread(link.close)
             raise NotReadyError("the server shut down while the model was loading")
-        self._link, self._model, self._builder = link, model, RequestBuilder(model)
+        priorities = self._config.scheduler.scheduling_policy == "priority"
+        self._link, self._model, self._builder = link, model, RequestBuilder(model, priorities=priorities)
         if self._door is None:
             self._door = GrammarDoor(model, self._config.structured)
         if self._state is EngineState.LOADING:

@@ -39,7 +39,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "structured": StructuredConfig,
 }
 _ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
-_NOT_OFFLINE = frozenset({"served_model_name", "max_num_queued_reqs", "engine_restart"})
+_NOT_OFFLINE = frozenset({"served_model_name", "max_num_queued_reqs", "tenant_weights", "engine_restart"})
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the mappings may also hold "cache_salt"."""
@@ -53,7 +53,8 @@ class LLM:
     their own repeatable, in the order in which they are given. All other keywords are the server's options with
     underscores (dtype, revision, chat_template, max_model_len, max_logprobs, generation_config, block_size, kv_cache_dtype,
     kv_cache_memory, gpu_memory_utilization, enable_prefix_caching, max_num_seqs, max_num_batched_tokens,
-    enable_chunked_prefill, backend, threads, engine_process, grammar_timeout).
+    enable_chunked_prefill, long_prefill_token_threshold, max_long_partial_prefills, scheduling_policy, priority_ageing,
+    waiting_timeout, prefill_timeout, decode_timeout, backend, threads, engine_process, grammar_timeout).
 
     Raises ConfigError for an unknown keyword or a wrong value, and what loading raises.
     """
@@ -70,7 +71,8 @@ class LLM:
         self._running = threading.Lock()
         hooks = Hooks(on_output=self._incoming.put, on_death=self._incoming.put)
         self._link, self._model = open_engine(config, hooks)
-        self._builder = RequestBuilder(self._model)
+        priorities = config.scheduler.scheduling_policy == "priority"
+        self._builder = RequestBuilder(self._model, priorities=priorities)
         self._door = GrammarDoor(self._model, config.structured)
         # Also at interpreter exit: a loop in native code must end before the interpreter does.
         self._finalizer = weakref.finalize(self, _close, self._link, self._door)
@@ -81,16 +83,30 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes one prompt or many; results come in the order of the prompts.
 
-        sampling_params: one for all, one per prompt, or None for `get_default_sampling_params()`. Every prompt is
-        checked before any is run. Raises InvalidRequestError and its kin, EngineError when the engine failed.
+        sampling_params: one for all, one per prompt, or None for `get_default_sampling_params()`. priority: one number per
+        prompt, lower ones run first; needs scheduling_policy="priority". Every prompt is checked before any is run.
+        Raises InvalidRequestError and its kin, EngineError when the engine failed.
         """
         given: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = self._per_prompt(sampling_params, len(given))
+        if priority is not None and (
+            not isinstance(priority, Sequence)
+            or len(priority) != len(given)
+            or not all(isinstance(level, int) for level in priority)
+        ):
+            raise InvalidRequestError(
+                f"priority must be a list with one whole number per prompt, here {len(given)}", param="priority"
+            )
         return self._run(
-            [self._prepare(prompt, self._seeded(one)) for prompt, one in zip(given, params, strict=True)], use_tqdm
+            [
+                self._prepare(prompt, self._seeded(one), level)
+                for prompt, one, level in zip(given, params, priority or [0] * len(given), strict=True)
+            ],
+            use_tqdm,
         )
 
     def chat(
@@ -152,9 +168,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int) -> Prepared:
         if not isinstance(prompt, Mapping):
-            return self._builder.build(prompt, params)
+            return self._builder.build(prompt, params, priority=priority)
         if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise InvalidRequestError(
                 f"a prompt has the unknown key {sorted(unknown)[0]!r}: known are prompt, prompt_token_ids and cache_salt",
@@ -165,7 +181,7 @@ class LLM:
             content = prompt.get("prompt")
         if content is None:
             raise InvalidRequestError("a prompt needs the key prompt or prompt_token_ids", param="prompts")
-        return self._builder.build(content, params, cache_salt=prompt.get("cache_salt"))
+        return self._builder.build(content, params, priority=priority, cache_salt=prompt.get("cache_salt"))
 
     def _per_prompt(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

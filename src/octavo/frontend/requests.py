@@ -6,6 +6,7 @@ Knows no HTTP and no engine. Everything here is pure computation on the caller's
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import uuid
@@ -57,13 +58,32 @@ def cache_namespace(cache_salt: str | None) -> bytes:
     return b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
 
 
-class RequestBuilder:
-    """Builds and validates requests for one model. Bad input raises InvalidRequestError or one of its kin, nothing
-    else.
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Limits of a request in seconds: until it first runs, from then to its first token, from that to its end. None: the server's alone.
+
+    Raises InvalidRequestError for one that is no positive number.
     """
 
-    def __init__(self, model: ServedModel) -> None:
+    waiting_timeout: float | None = None
+    prefill_timeout: float | None = None
+    decode_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("waiting_timeout", "prefill_timeout", "decode_timeout"):
+            value = getattr(self, field)
+            if value is not None and not 0.0 < value < math.inf:
+                raise InvalidRequestError(f"{field} is {value}; it must be a number of seconds above 0", param=field)
+
+
+class RequestBuilder:
+    """Builds and validates requests for one model. Bad input raises InvalidRequestError or one of its kin, nothing
+    else. `priorities`: whether the scheduler looks at priorities; if not, any but 0 is refused.
+    """
+
+    def __init__(self, model: ServedModel, *, priorities: bool = True) -> None:
         self.model = model
+        self._priorities = priorities
 
     def build(
         self,
@@ -72,6 +92,7 @@ class RequestBuilder:
         *,
         tenant: str = "default",
         priority: int = 0,
+        timeouts: Timeouts | None = None,
         cache_salt: str | None = None,
         cache_pin: bool = False,
         arrival_s: float | None = None,
@@ -94,7 +115,9 @@ class RequestBuilder:
             text = None
             token_ids = self.check_token_ids("prompt", prompt, bounded=truncation is None)
         text, token_ids = self._truncated(text, token_ids, params, truncation)
-        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, cache_pin, arrival_s, grammar)
+        return self._prepare(
+            text, token_ids, params, tenant, priority, timeouts, cache_salt, cache_pin, arrival_s, grammar
+        )
 
     def build_chat(
         self,
@@ -107,6 +130,7 @@ class RequestBuilder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tenant: str = "default",
         priority: int = 0,
+        timeouts: Timeouts | None = None,
         cache_salt: str | None = None,
         cache_pin: bool = False,
         arrival_s: float | None = None,
@@ -126,7 +150,9 @@ class RequestBuilder:
             bounded=truncation is None,
         )
         text, token_ids = self._truncated(prompt.text, tuple(prompt.token_ids), params, truncation)
-        return self._prepare(text, token_ids, params, tenant, priority, cache_salt, cache_pin, arrival_s, grammar)
+        return self._prepare(
+            text, token_ids, params, tenant, priority, timeouts, cache_salt, cache_pin, arrival_s, grammar
+        )
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text as `build` makes them. Raises InvalidRequestError, ContextLengthError for far too long a
@@ -229,6 +255,7 @@ class RequestBuilder:
         params: SamplingParams,
         tenant: str,
         priority: int,
+        timeouts: Timeouts | None,
         cache_salt: str | None,
         cache_pin: bool,
         arrival_s: float | None,
@@ -238,6 +265,11 @@ class RequestBuilder:
             raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
         if not -MAX_PRIORITY <= priority < MAX_PRIORITY:
             raise InvalidRequestError("priority must be a 32-bit integer", param="priority")
+        if priority != 0 and not self._priorities:
+            raise InvalidRequestError(
+                f"priority is {priority}, but this server does not schedule by priority (--scheduling-policy priority): leave it out",
+                param="priority",
+            )
         if cache_salt is not None and not (isinstance(cache_salt, str) and 1 <= len(cache_salt) <= MAX_SALT_CHARACTERS):
             raise InvalidRequestError(
                 f"cache_salt must be a text of 1 to {MAX_SALT_CHARACTERS} characters", param="cache_salt"
@@ -253,6 +285,7 @@ class RequestBuilder:
             )
         parent = uuid.uuid4().hex
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
+        timeouts = timeouts or Timeouts()
         requests = tuple(
             GenerateRequest(
                 request_id=RequestId(f"{parent}-{choice}"),
@@ -264,6 +297,9 @@ class RequestBuilder:
                 tenant=tenant,
                 priority=priority,
                 arrival_s=arrival_s,
+                waiting_timeout_s=timeouts.waiting_timeout,
+                prefill_timeout_s=timeouts.prefill_timeout,
+                decode_timeout_s=timeouts.decode_timeout,
             )
             for choice in range(params.n)
         )

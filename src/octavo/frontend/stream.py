@@ -7,6 +7,7 @@ Knows no HTTP, no event loop and no thread; one thread calls it.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
@@ -23,7 +24,7 @@ from octavo.contracts import (
     TokenEvent,
     TokenLogprobs,
 )
-from octavo.errors import EngineError, OctavoError
+from octavo.errors import EngineDeadError, EngineError, OctavoError
 from octavo.frontend.model import ServedModel
 from octavo.frontend.outputs import Delta, LogprobEntry, TopEntry
 from octavo.frontend.params import SamplingParams
@@ -57,6 +58,11 @@ class OutputStream:
         self.finished = False
 
     @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._request.tenant
+
+    @property
     def stopped_by_text(self) -> bool:
         """Whether a stop string ended it."""
         return self._matcher is not None and self._matcher.stopped is not None
@@ -76,6 +82,8 @@ class OutputStream:
             num_generated_tokens=self._num_tokens,
             num_preemptions=0,
             max_tokens=request.sampling.max_tokens,
+            tenant=request.tenant,
+            error_code=EngineDeadError.code,
         )
 
     def fail(self, error: OctavoError) -> Delta:
@@ -157,6 +165,7 @@ class StreamTable:
 
     def __init__(self) -> None:
         self._streams: dict[RequestId, tuple[OutputStream, Callable[[Delta], None]]] = {}
+        self._of_tenant: Counter[str] = Counter()
         self._stopped: set[RequestId] = set()
         """Ended here by a stop string; the engine is yet to report them, as aborted or as at their full length."""
 
@@ -167,11 +176,21 @@ class StreamTable:
         """Adds all choices of a request."""
         for request in prepared.requests:
             self._streams[request.request_id] = (OutputStream(request, prepared.params, model), sink)
+            self._of_tenant[request.tenant] += 1
+
+    def num_of(self, tenant: str) -> int:
+        """Unfinished sequences of a tenant."""
+        return self._of_tenant[tenant]
+
+    def _forget(self, request_id: RequestId) -> None:
+        entry = self._streams.pop(request_id, None)
+        if entry is not None:
+            self._of_tenant[entry[0].tenant] -= 1
 
     def remove(self, request_ids: Iterable[RequestId]) -> None:
         """Forgets sequences; their later events are ignored."""
         for request_id in request_ids:
-            self._streams.pop(request_id, None)
+            self._forget(request_id)
 
     def dispatch(self, output: EngineOutput) -> tuple[StepStats, tuple[RequestId, ...]]:
         """Feeds a step's events to their streams.
@@ -191,7 +210,7 @@ class StreamTable:
                 _log.error("an answer could not be turned into text", exc_info=error)
                 delta = stream.fail(EngineError(f"the answer could not be turned into text ({type(error).__name__})"))
             if stream.finished:
-                del self._streams[event.request_id]
+                self._forget(event.request_id)
                 if stream.stopped_by_text:
                     self._stopped.add(event.request_id)
                 if event.finish_reason is None:
@@ -207,6 +226,7 @@ class StreamTable:
     def fail_all(self, error: OctavoError) -> tuple[RequestId, ...]:
         """Ends every stream with an error; returns which they were."""
         streams, self._streams = self._streams, {}
+        self._of_tenant.clear()
         self._stopped.clear()
         for stream, sink in streams.values():
             sink(stream.fail(error))

@@ -43,6 +43,8 @@ _TTFT_S = (
 )
 _ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_STEP_ROWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _HTTP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -89,9 +91,12 @@ class Metrics(Collector):
         self._work: ForwardWork | None = None
         self._counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
+        self._errors: dict[str, int] = {}
+        self._tenants: dict[str, list[int]] = {}
         self._rejections: dict[str, int] = {}
         self._http: dict[tuple[str, str, str], int] = {}
         self._http_duration: dict[tuple[str, str], _Histogram] = {}
+        self._displaced = 0
         self._state = "loading"
         self._histograms = _histograms(8192)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -133,6 +138,11 @@ class Metrics(Collector):
         counters["prompt_tokens"] += stats.num_prompt_tokens
         counters["generation_tokens"] += stats.num_generated_tokens
         counters["num_preemptions"] += stats.num_preemptions
+        self._displaced += stats.num_displaced
+        if stats.num_prefill_rows or stats.num_decode_rows:
+            histograms["step_prefill_rows"].observe(stats.num_prefill_rows)
+            histograms["step_prefill_tokens"].observe(stats.num_prefill_tokens)
+            histograms["step_decode_rows"].observe(stats.num_decode_rows)
         counters["prefix_cache_queries"] += stats.prefix_cache_queries
         counters["prefix_cache_hits"] += stats.prefix_cache_hits
         if stats.num_prompt_tokens or stats.num_generated_tokens:
@@ -151,6 +161,12 @@ class Metrics(Collector):
         histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
         histograms["request_generation_tokens"].observe(times.num_generated_tokens)
         histograms["request_params_max_tokens"].observe(times.max_tokens)
+        histograms["request_num_preemptions"].observe(times.num_preemptions)
+        if times.error_code is not None:
+            self._errors[times.error_code] = self._errors.get(times.error_code, 0) + 1
+        tokens = self._tenants.setdefault(times.tenant, [0, 0])
+        tokens[0] += times.num_prompt_tokens
+        tokens[1] += times.num_generated_tokens
         if times.scheduled_s is None:
             return
         histograms["request_queue_time_seconds"].observe(times.scheduled_s - times.arrival_s)
@@ -174,6 +190,7 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
             gauge.add_metric(self._labels, value)
             yield gauge
+        yield from self._collect_scheduling(names)
         if self._work is not None and self._work.forward_s > 0:
             yield from self._collect_work(self._work, names)
         for name, text in _COUNTERS.items():
@@ -187,7 +204,8 @@ class Metrics(Collector):
             success.add_metric((*self._labels, reason), count)
         yield success
         for name, (_, text) in _HISTOGRAMS.items():
-            histogram = HistogramMetricFamily(f"vllm:{name}", text, labels=names)
+            prefix = "octavo" if name.startswith("step_") else "vllm"
+            histogram = HistogramMetricFamily(f"{prefix}:{name}", text, labels=names)
             self._histograms[name].add_to(histogram, self._labels)
             yield histogram
         rejections = CounterMetricFamily(
@@ -207,6 +225,35 @@ class Metrics(Collector):
         for name in ("loading", "ready", "draining", "dead"):
             state.add_metric((name,), float(name == self._state))
         yield state
+
+    def _collect_scheduling(self, names: Sequence[str]) -> Iterable[Metric]:
+        latest = self._latest
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences waiting for slots, KV blocks or budget (capacity), or held back for others' sake (deferred).",
+            labels=(*names, "reason"),
+        )
+        waiting.add_metric((*self._labels, "capacity"), latest.num_waiting - latest.num_deferred)
+        waiting.add_metric((*self._labels, "deferred"), latest.num_deferred)
+        preemptions = CounterMetricFamily(
+            "octavo:preemptions_by_reason",
+            "Preemptions for want of KV blocks, or to make room for a sequence that goes first by the policy.",
+            labels=(*names, "reason"),
+        )
+        preemptions.add_metric((*self._labels, "kv_blocks"), self._counters["num_preemptions"] - self._displaced)
+        preemptions.add_metric((*self._labels, "policy"), self._displaced)
+        errors = CounterMetricFamily(
+            "octavo:request_errors", "Sequences that ended in an error, by its code.", labels=(*names, "code")
+        )
+        for code, count in self._errors.items():
+            errors.add_metric((*self._labels, code), count)
+        tokens = CounterMetricFamily(
+            "octavo:tenant_tokens", "Tokens of ended sequences by tenant.", labels=(*names, "tenant", "kind")
+        )
+        for tenant, (prompt, generated) in self._tenants.items():
+            tokens.add_metric((*self._labels, tenant, "prompt"), prompt)
+            tokens.add_metric((*self._labels, tenant, "generation"), generated)
+        return (waiting, preemptions, errors, tokens)
 
     def _collect_work(self, work: ForwardWork, names: Sequence[str]) -> Iterable[Metric]:
         for name, text, amount in (
@@ -240,7 +287,7 @@ class Metrics(Collector):
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens computed.",
     "generation_tokens": "Tokens generated.",
-    "num_preemptions": "Running sequences sent back to waiting for lack of KV blocks.",
+    "num_preemptions": "Running sequences sent back to waiting.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
@@ -253,10 +300,14 @@ _HISTOGRAMS: dict[str, tuple[Sequence[float] | None, str]] = {
     "request_inference_time_seconds": (_LATENCY_S, "First scheduling to end."),
     "request_prefill_time_seconds": (_LATENCY_S, "First scheduling to first token."),
     "request_decode_time_seconds": (_LATENCY_S, "First token to end."),
-    "iteration_tokens_total": ((1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384), "Tokens per step."),
+    "iteration_tokens_total": (_STEP_TOKENS, "Tokens per step."),
+    "step_prefill_rows": (_STEP_ROWS, "Sequences per step of which the prompt, or what was preempted, is computed."),
+    "step_prefill_tokens": (_STEP_TOKENS, "Tokens per step of such sequences."),
+    "step_decode_rows": (_STEP_ROWS, "Sequences per step that generate, one token each."),
     "request_prompt_tokens": (None, "Prompt tokens per sequence."),
     "request_generation_tokens": (None, "Generated tokens per sequence."),
     "request_params_max_tokens": (None, "max_tokens per sequence."),
+    "request_num_preemptions": ((0, 1, 2, 3, 5, 10, 20, 50, 100), "Preemptions per sequence."),
     "request_params_n": ((1, 2, 5, 10, 20), "n per request."),
 }
 

@@ -149,6 +149,8 @@ def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=_template_kwargs(context, body),
         tenant=tenant_of(request),
+        priority=body.priority or 0,
+        timeouts=body.timeouts,
         cache_salt=body.cache_salt,
         cache_pin=bool(body.cache_pin),
         truncation=truncation(body),

@@ -142,6 +142,8 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
             prompt,
             params,
             tenant=tenant_of(request),
+            priority=body.priority or 0,
+            timeouts=body.timeouts,
             cache_salt=body.cache_salt,
             cache_pin=bool(body.cache_pin),
             add_special_tokens=body.add_special_tokens is not False,

@@ -97,11 +97,10 @@ class Context:
         Leaving the block, or the client leaving, cancels whatever is not finished; in the latter case the deltas end with
         ClientDisconnect. Nothing starts unless all are admitted.
         """
-        num_sequences = sum(one.num_choices for one in prepared)
-        self.engine.check_room(num_sequences)
+        self.engine.check_room(prepared)
         if any(one.grammar is not None for one in prepared):
             prepared = await _while_there(request, self._constrain(prepared))
-            self.engine.check_room(num_sequences)
+            self.engine.check_room(prepared)
         async with contextlib.AsyncExitStack() as stack:
             handles = [await stack.enter_async_context(self.engine.submit(one)) for one in prepared]
             for one in prepared:

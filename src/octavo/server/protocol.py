@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from octavo.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
 from octavo.frontend.params import SamplingParams
+from octavo.frontend.requests import Timeouts
 from octavo.frontend.structured import StructuredOutputsParams, response_format_spec
 from octavo.grammar import GrammarSpec
 from octavo.limits import MAX_JSON_DEPTH, MAX_JSON_PARTS, is_deeper
@@ -70,6 +71,10 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     guided_grammar: str | None = None
     cache_salt: str | None = None
     cache_pin: bool | None = None
+    priority: int | None = None
+    waiting_timeout: float | None = None
+    prefill_timeout: float | None = None
+    decode_timeout: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -89,6 +94,11 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if len(specs) > 1:
             raise InvalidRequestError(f"give {specs[0][0]} or {specs[1][0]}, not both", param=specs[1][0])
         return specs[0][1] if specs else None
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The request's own limits on waiting, prefill and decode. Raises InvalidRequestError."""
+        return Timeouts(self.waiting_timeout, self.prefill_timeout, self.decode_timeout)
 
     def _form(self, name: str) -> GrammarSpec | None:
         value = getattr(self, name)
@@ -213,7 +223,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "priority": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
     "prompt_cache_retention": ("in-memory", "in_memory"),

@@ -167,6 +167,27 @@ def test_overload_is_refused_and_counted_by_choices() -> None:
     asyncio.run(main())
 
 
+def test_with_the_fair_policy_a_flood_fills_nobody_elses_room() -> None:
+    async def main() -> None:
+        options = {"max_num_queued_reqs": 3, "max_num_seqs": 2, "scheduling_policy": "fair"}
+        async with running(spell("x" * 2000), itl_s=0.001, **options) as engine:
+            build = engine.builder.build
+            flood = [engine.submit(build("x", LONG, tenant="a")) for _ in range(3)]
+            with pytest.raises(OverloadedError, match="of yours"):
+                engine.submit(build("x", LONG, tenant="a"))
+            async with engine.submit(build("x", SamplingParams(max_tokens=3, ignore_eos=True), tenant="b")) as handle:
+                await handle.collect()
+            assert engine.num_unfinished == 3
+            flood[0].cancel()
+            flood.append(engine.submit(build("x", LONG, tenant="a")))
+            for one in flood:
+                one.cancel()
+            await until(lambda: engine.num_unfinished == 0)
+            assert engine._streams.num_of("a") == engine._streams.num_of("b") == 0
+
+    asyncio.run(main())
+
+
 def test_o15_a_failing_row_ends_one_request() -> None:
     def script(start: SlotStart) -> Sequence[int | Exception]:
         return [*spell("abc"), RowFailure("no more")] if start.token_ids[0] == ord("f") else [*spell("fine" * 9), EOS]

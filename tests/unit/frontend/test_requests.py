@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.contracts import TokenSampling
 from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo.frontend.params import SamplingParams
-from octavo.frontend.requests import RequestBuilder
+from octavo.frontend.requests import RequestBuilder, Timeouts
 from support.scripted import EOS, model_of, spell
 
 CONTEXT = 100
@@ -117,6 +117,25 @@ def test_n_choices_differ_in_choice_alone() -> None:
     assert {(request.tenant, request.priority) for request in prepared.requests} == {("alice", -2)}
     assert prepared.prompt == "abc"
     assert prepared.prompt_token_ids == (97, 98, 99)
+
+
+def test_a_priority_that_nobody_looks_at_is_refused() -> None:
+    builder = RequestBuilder(MODEL, priorities=False)
+    assert builder.build("x", SamplingParams(), priority=0).requests[0].priority == 0
+    with pytest.raises(InvalidRequestError, match="--scheduling-policy priority") as refusal:
+        builder.build("x", SamplingParams(), priority=1)
+    assert refusal.value.param == "priority"
+
+
+def test_timeouts_reach_every_choice_and_are_checked() -> None:
+    prepared = BUILDER.build("x", SamplingParams(n=2), timeouts=Timeouts(waiting_timeout=1.5, decode_timeout=3))
+    limits = {(one.waiting_timeout_s, one.prefill_timeout_s, one.decode_timeout_s) for one in prepared.requests}
+    assert limits == {(1.5, None, 3)}
+    for field in ("waiting_timeout", "prefill_timeout", "decode_timeout"):
+        for wrong in (0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(InvalidRequestError) as refusal:
+                Timeouts(**{field: wrong})
+            assert refusal.value.param == field
 
 
 def test_o35_ids_are_our_own() -> None:

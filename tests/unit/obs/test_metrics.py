@@ -37,7 +37,7 @@ def finished(**fields: object) -> RequestTimes:
 
 def test_the_last_forward_is_a_rate() -> None:
     metrics = Metrics("m")
-    assert "octavo:step" not in metrics.render().decode()
+    assert "octavo:step_ops" not in metrics.render().decode()
     idle = StepStats(step=1, num_running=0, num_waiting=0, kv_usage=0.0)
     work = ForwardWork(forward_s=0.5, weight_bytes=1000, kv_bytes=200, ops=70_000)
     metrics(StepCompleted(msgspec.structs.replace(idle, work=work)))
@@ -70,6 +70,31 @@ def test_a_step_is_counted() -> None:
     assert value(metrics, "vllm:request_prefill_time_seconds_sum") == 4
     assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 2
     assert value(metrics, "vllm:cache_config_info", block_size="16") == 1
+
+
+def test_scheduling_is_counted() -> None:
+    metrics = Metrics("m")
+    late = finished(finish_reason=FinishReason.ERROR, error_code="decode_timeout", tenant="a", num_preemptions=2)
+    stats = StepStats(
+        step=1, num_running=3, num_waiting=7, kv_usage=0.25, num_deferred=2, num_preemptions=3, num_displaced=1, num_prefill_rows=1,
+        num_prefill_tokens=100, num_decode_rows=6, finished=(late, finished(tenant="b"), finished(tenant="b")),
+    )  # fmt: skip
+    metrics(StepCompleted(stats))
+    metrics(StepCompleted(msgspec.structs.replace(stats, num_prefill_rows=0, num_prefill_tokens=0, finished=())))
+    metrics(StepCompleted(StepStats(step=2, num_running=3, num_waiting=7, kv_usage=0.25, num_deferred=2)))
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 5
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="deferred") == 2
+    assert value(metrics, "octavo:preemptions_by_reason_total", reason="kv_blocks") == 4
+    assert value(metrics, "octavo:preemptions_by_reason_total", reason="policy") == 2
+    assert value(metrics, "octavo:step_prefill_rows_bucket", le="0.0") == 1
+    assert value(metrics, "octavo:step_prefill_tokens_sum") == 100
+    assert value(metrics, "octavo:step_decode_rows_sum") == 12
+    assert value(metrics, "octavo:step_decode_rows_count") == 2
+    assert value(metrics, "octavo:request_errors_total", code="decode_timeout") == 1
+    assert value(metrics, "octavo:tenant_tokens_total", tenant="b", kind="prompt") == 14
+    assert value(metrics, "octavo:tenant_tokens_total", tenant="a", kind="generation") == 5
+    assert value(metrics, "vllm:request_num_preemptions_bucket", le="2.0") == 3
+    assert value(metrics, "vllm:request_num_preemptions_bucket", le="1.0") == 2
 
 
 def test_requests_that_never_ran() -> None:

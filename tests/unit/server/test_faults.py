@@ -152,11 +152,54 @@ def test_what_has_no_effect_is_refused_by_name() -> None:
             for field, value in (("priority", 5), ("priority", -1)):
                 call = Call(app, TEXT, PLAIN | {field: value})
                 error = (await call.run())["error"]
-                assert (call.status, error["param"], error["code"]) == (400, field, "unsupported_parameter")
+                assert (call.status, error["param"], error["code"]) == (400, field, "invalid_value")
             for neutral in ({"priority": 0}, {"priority": None}):
                 call = Call(app, TEXT, PLAIN | neutral)
                 await call.run()
                 assert call.status == 200
+
+    asyncio.run(main())
+
+
+def test_priorities_are_obeyed() -> None:
+    async def main() -> None:
+        options = {"scheduling_policy": "priority", "max_num_seqs": 1, "itl_s": 0.01}
+        async with application(spell("x" * 2000), **options) as (app, metrics):
+            slow = Call(app, TEXT, PLAIN | {"max_tokens": 100, "priority": 5, "ignore_eos": True})
+            running = asyncio.create_task(slow.run())
+            await until(lambda: sample(metrics, "vllm:num_requests_running") == 1)
+            urgent = Call(app, TEXT, PLAIN | {"max_tokens": 2, "priority": -1})
+            await urgent.run()
+            assert (urgent.status, running.done()) == (200, False)
+            answer = await running
+            assert (slow.status, answer["usage"]["completion_tokens"]) == (200, 100)
+            assert sample(metrics, "octavo:preemptions_by_reason_total", reason="policy") == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_over_its_deadline_gets_an_error_of_its_own() -> None:
+    async def main() -> None:
+        async with application(spell("x" * 2000), max_num_seqs=1, itl_s=0.01, decode_timeout=60.0) as (app, metrics):
+            slow = Call(app, TEXT, PLAIN | {"max_tokens": 400, "ignore_eos": True, "decode_timeout": 0.5})
+            running = asyncio.create_task(slow.run())
+            await until(lambda: sample(metrics, "vllm:num_requests_running") == 1)
+            waiting = Call(app, TEXT, PLAIN | {"waiting_timeout": 0.1})
+            error = (await waiting.run())["error"]
+            assert (waiting.status, error["code"], error["type"]) == (504, "waiting_timeout", "timeout_error")
+            error = (await running)["error"]
+            assert (slow.status, error["code"]) == (504, "decode_timeout")
+            streamed = Call(
+                app, TEXT, PLAIN | {"max_tokens": 400, "ignore_eos": True, "decode_timeout": 0.2, "stream": True}
+            )
+            await streamed.run()
+            assert streamed.status == 200
+            assert b"decode_timeout" in streamed.parts[-1] + streamed.parts[-2]
+            assert sample(metrics, "octavo:request_errors_total", code="decode_timeout") == 2
+            await until(lambda: sample(metrics, "vllm:kv_cache_usage_perc") == 0.0)
+            wrong = Call(app, TEXT, PLAIN | {"prefill_timeout": 0})
+            assert (await wrong.run())["error"]["param"] == "prefill_timeout"
+            assert wrong.status == 400
 
     asyncio.run(main())
 

@@ -180,7 +180,7 @@ class ResponsesApi:
         history: Sequence[Item],
         headers: dict[str, str],
     ) -> Response:
-        context.engine.check_room(run.prepared.num_choices)
+        context.engine.check_room([run.prepared])
         tenant, answer = tenant_of(request), run.answer
         await _put(store, tenant, answer, own, history)
 

@@ -80,6 +80,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    waiting_timeout: float | None = None
+    prefill_timeout: float | None = None
+    decode_timeout: float | None = None
     request_id: str | None = None
     stream_interval: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -92,7 +96,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "structured_outputs": (),
-        "priority": (0,),
         "include_reasoning": (True,),
         "access_programs": (),
         "background_options": (),
