@@ -85,7 +85,8 @@ def header(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(result: Mapping[str, Any], path: Path | None = None, folder: Path = RESULTS_FOLDER) -> Path:
-    """Writes a result to `path`, or into `folder` under date, machine, commit and kind; an earlier one of that name stays.
+    """Writes a result to `path`, or into `folder` under date, machine, commit, `variant` if it has one, and kind; an earlier one of
+    that name stays.
 
     Returns the path. Raises ConfigError when it cannot be written.
     """
@@ -93,6 +94,7 @@ def write(result: Mapping[str, Any], path: Path | None = None, folder: Path = RE
         if path is None:
             folder.mkdir(parents=True, exist_ok=True)
             stem = f"{result['date'][:10]}-{result['machine']['name']}-{result['commit']}"
+            stem += f"-{result['variant']}" if "variant" in result else ""
             path, number = folder / f"{stem}-{result['kind']}.json", 1
             while path.exists():
                 number += 1

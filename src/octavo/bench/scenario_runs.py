@@ -63,6 +63,7 @@ def run_scenario(
     options = {"scenario": scenario.name, "rounds": rounds, "seed": seed, "model": name}
     result = results.header("scenario", options) | {
         "scenario": scenario.name,
+        "variant": scenario.name if costs is None else f"{scenario.name}-simulated",
         "description": scenario.description,
         "model": name,
         "by": "server" if costs is None else f"simulation with {costs[0].name}",

@@ -96,7 +96,7 @@ def test_real_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_report_has_scenarios_loads_and_costs(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    results.write(_simulated("short"), folder=folder)
+    assert results.write(_simulated("short"), folder=folder).name.endswith("-short-simulated-scenario.json")
     costs = {"costs": msgspec.to_builtins(COSTS), "fit": {}, "model": "m", "load_after": 0.1}
     costs_path = results.write(results.header("costs", {}) | costs, folder=folder)
     load = tmp_path / "results/2026-12-01-load.json"
