@@ -48,7 +48,7 @@ def test_fairness_is_the_policys() -> None:
 
 def test_rounds_are_merged_by_medians() -> None:
     result = _simulated("short", rounds=3)
-    run = result["runs"]["48 users"]
+    run = result["runs"]["short prompts"]["kinds"]["short"]
     rounds = sorted(one["p95_ttft_ms"] for one in run["rounds"])
     assert len(rounds) == 3 and rounds[0] < rounds[2]  # seeds differ
     assert run["p95_ttft_ms"] == rounds[1]
@@ -103,7 +103,7 @@ def test_report_has_scenarios_loads_and_costs(tmp_path: Path) -> None:
     arguments = ["bench", "simulate", "--costs", str(costs_path), "--dataset-name", "prefix", "--json", str(load)]
     assert main(arguments) == 0
     page = write_report(folder, tmp_path).read_text()
-    assert "## Scenarios" in page and "p95 TTFT against the median loaded step" in page
+    assert "## Scenarios" in page and "p95 TTFT of short prompts" in page
     assert "## Loads" in page and "| prefix" in page
     assert "each row that samples" in page
     assert "not quiet" not in page.split("## Costs")[0]
