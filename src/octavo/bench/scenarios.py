@@ -278,14 +278,14 @@ MIXED = Scenario(
 
 
 def _short(seed: int) -> tuple[Run, ...]:
-    """56 answers that are being generated all the time; among them short prompts, which come at random, two per second."""
+    """48 answers that are being generated all the time; among them short prompts, which come at random, three in two seconds."""
     draw = random.Random(f"{seed}/short")
     jobs = [
         Job(prompt=((f"stream {number}", 32),), output_tokens=220, at_s=draw.uniform(0, 1), kind="streams")
-        for number in range(56)
+        for number in range(48)
     ]
     at_s = 6.0
-    while (at_s := at_s + draw.expovariate(2.0)) < 30:
+    while (at_s := at_s + draw.expovariate(1.5)) < 30:
         words = draw.randint(1, 64)
         jobs.append(Job(prompt=((f"short {at_s}", words),), output_tokens=8, at_s=at_s, kind="short"))
     return (Run(label="short prompts", traffic=Traffic(name="short", jobs=tuple(jobs), seed=seed)),)
@@ -293,7 +293,7 @@ def _short(seed: int) -> tuple[Run, ...]:
 
 SHORT = Scenario(
     name="short",
-    description="prompts of 1 to 64 words that come to a server which generates 56 answers: the time to their first token, in loaded steps",
+    description="prompts of 1 to 64 words that come to a server which generates 48 answers: the time to their first token, in loaded steps",
     runs=_short,
     claims=(
         Claim(
