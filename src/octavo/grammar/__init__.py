@@ -6,6 +6,6 @@ returns the *source*: a text that travels to the engine. Beside the engine a `Ma
 both is llguidance's.
 """
 
-from octavo.grammar.spec import GrammarKind, GrammarSpec
+from octavo.grammar.spec import CallsSpec, GrammarKind, GrammarSpec, Reasoning, ToolSpec
 
-__all__ = ["GrammarKind", "GrammarSpec"]
+__all__ = ["CallsSpec", "GrammarKind", "GrammarSpec", "Reasoning", "ToolSpec"]

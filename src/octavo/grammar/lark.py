@@ -74,9 +74,9 @@ class LarkWriter:
             terms.append(literal(text[start:]))
         return " ".join(terms)
 
-    def json(self, schema: Any) -> str:
+    def json(self, schema: Any, spec: GrammarSpec | None = None) -> str:
         """A term for a JSON value of this schema. Raises what `prepare_schema` raises."""
-        return self.rule(f"%json {json.dumps(prepare_schema(schema, self._spec))}")
+        return self.rule(f"%json {json.dumps(prepare_schema(schema, spec or self._spec))}")
 
     def regex(self, pattern: str) -> str:
         """A term for a text that matches as a whole."""
@@ -86,13 +86,13 @@ class LarkWriter:
         """A term for any text without control tokens."""
         return self.rule(FREE_TEXT, terminal=True)
 
-    def text_until(self, end: str) -> str:
-        """Terms for a text up to the first place where `end` stands, and `end`."""
+    def text_until(self, end: str, text: str = FREE_TEXT) -> str:
+        """Terms for a text up to the first place where `end` stands, and `end`. `text`: a terminal's body that says what it may be."""
         found = self._special.search(end)
         if found is not None and found.start() == 0:
-            return f"{self.free_text()} {self.words(end)}"
+            return f"{self.rule(text, terminal=True)} {self.words(end)}"
         head = end if found is None else end[: found.start()]
-        term = self.rule(f"{FREE_TEXT} {literal(head)}", lazy=True)
+        term = self.rule(f"{text} {literal(head)}", lazy=True)
         return term if found is None else f"{term} {self.words(end[found.start() :])}"
 
     def any_of(self, alternatives: Sequence[str]) -> str:

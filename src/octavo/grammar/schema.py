@@ -7,6 +7,7 @@ llguidance refuses keywords it does not implement by name. Left to do here: its 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,6 +55,42 @@ def prepare_schema(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
     prepared = dict(schema)
     prepared[_OPTIONS] = _options(spec, _text_of(schema))
     return prepared
+
+
+_KNOWN_FORMATS = frozenset(
+    {
+        "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+    }
+)  # fmt: skip
+_LOOKAROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
+
+
+def known_schema(schema: Any, depth: int = 0) -> Any:
+    """A copy without formats and patterns that llguidance does not have, for those who would rather do without them."""
+    if depth > MAX_DEPTH:
+        return schema
+    if isinstance(schema, list):
+        return [known_schema(one, depth + 1) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result = {}
+    for name, value in schema.items():
+        if name == "format" and isinstance(value, str) and value not in _KNOWN_FORMATS:
+            continue
+        if name == "pattern" and isinstance(value, str) and not _is_plain_pattern(value):
+            continue
+        if name in _MAPS and isinstance(value, Mapping):
+            result[name] = {key: known_schema(one, depth + 1) for key, one in value.items()}
+        elif name in _LISTS or name in _ONES:
+            result[name] = known_schema(value, depth + 1)
+        else:
+            result[name] = value
+    return result
+
+
+def _is_plain_pattern(pattern: str) -> bool:
+    """Whether it has none of what llguidance lacks and Python's own expressions have: looking around and back."""
+    return not any(sign in pattern for sign in _LOOKAROUND) and re.search(r"\\[1-9k]|\(\?[P(]", pattern) is None
 
 
 def _options(spec: GrammarSpec, text: str) -> dict[str, Any]:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from octavo.errors import InvalidRequestError
-from octavo.grammar.lark import literal, regex_term
+from octavo.grammar.calls import calls_lark
+from octavo.grammar.lark import LarkWriter, literal, regex_term
 from octavo.grammar.schema import parse_schema, prepare_schema
-from octavo.grammar.spec import GrammarKind, GrammarSpec
+from octavo.grammar.spec import CallsSpec, GrammarKind, GrammarSpec, Reasoning
 from octavo.grammar.tags import structural_tag_lark
 
 
@@ -20,6 +24,8 @@ def source_of(spec: GrammarSpec, specials: Mapping[str, int]) -> str:
 
     Raises InvalidRequestError for what is wrong without looking at tokens.
     """
+    if spec.reasoning is not None:
+        return _after_reasoning(source_of(msgspec.structs.replace(spec, reasoning=None), specials), spec, specials)
     match spec.kind:
         case GrammarKind.JSON:
             schema = prepare_schema(parse_schema(spec.text, spec.field), spec)
@@ -32,6 +38,33 @@ def source_of(spec: GrammarSpec, specials: Mapping[str, int]) -> str:
             return _grammar(spec)
         case GrammarKind.STRUCTURAL_TAG:
             return structural_tag_lark(spec, specials)
+        case GrammarKind.CALLS:
+            return _calls(spec, specials)
+
+
+def _calls(spec: GrammarSpec, specials: Mapping[str, int]) -> str:
+    content = msgspec.json.decode(spec.text, type=CallsSpec).content
+    main = {"lark_grammar": calls_lark(spec, specials)}
+    if content is None:
+        return json.dumps({"grammars": [main]}, ensure_ascii=False)
+    return json.dumps({"grammars": [main, *_named(source_of(content, specials), "content")]}, ensure_ascii=False)
+
+
+def _after_reasoning(source: str, spec: GrammarSpec, specials: Mapping[str, int]) -> str:
+    """The grammar of an output that reasons first: `</think>` and a few blanks stand before what is constrained."""
+    lark = LarkWriter(spec, specials)
+    blanks = lark.rule(r"/[ \r\n]{0,4}/", terminal=True)
+    rest = f"{lark.text_until('</think>')} {blanks}"
+    if spec.reasoning is Reasoning.POSSIBLE:
+        rest = f"({lark.words('<think>')} {lark.rule(rest)})?"
+    main = {"lark_grammar": lark.text(f"{rest} @main")}
+    return json.dumps({"grammars": [main, *_named(source, "main")]}, ensure_ascii=False)
+
+
+def _named(source: str, name: str) -> list[dict[str, Any]]:
+    """The grammars of a source, the first of them under a name that others refer to it by."""
+    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return [{**grammars[0], "name": name}, *grammars[1:]]
 
 
 def _choice(spec: GrammarSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,7 @@ class GrammarKind(StrEnum):
 
     JSON: a JSON schema. REGEX: the output as a whole matches. CHOICE: a JSON list of texts, one of which is the output. GRAMMAR: Lark
     as llguidance reads it, or EBNF as llama.cpp's GBNF. STRUCTURAL_TAG: a JSON object, see `octavo.grammar.tags`.
+    CALLS: a `CallsSpec` as JSON.
     """
 
     JSON = "json"
@@ -19,6 +21,14 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"
     GRAMMAR = "grammar"
     STRUCTURAL_TAG = "structural_tag"
+    CALLS = "calls"
+
+
+class Reasoning(StrEnum):
+    """What may stand before that which is constrained: BEGUN, the output starts within it; POSSIBLE, it may begin with it."""
+
+    BEGUN = "begun"
+    POSSIBLE = "possible"
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,3 +44,26 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     any_whitespace: bool = True
     whitespace: str | None = None
     lenient: bool = False
+    reasoning: Reasoning | None = None
+
+
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that may be called. Without `strict`, keywords of its schema that cannot be enforced are left out."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class CallsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Tool calls in a model's format, by the names of `octavo.grammar.calls`.
+
+    `required`: the output is calls and nothing else; otherwise a text in which calls are as they must be. `parallel`: more than one is
+    allowed. `content`: what the output must be where it is no call.
+    """
+
+    format: str
+    tools: tuple[ToolSpec, ...]
+    required: bool
+    parallel: bool = True
+    content: GrammarSpec | None = None
