@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from octavo.frontend.outputs import CompletionOutput as CompletionOutput
     from octavo.frontend.outputs import RequestOutput as RequestOutput
     from octavo.frontend.params import SamplingParams as SamplingParams
+    from octavo.frontend.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__: str
 
 _LAZY = {
     "LLM": "octavo.frontend.llm",
     "SamplingParams": "octavo.frontend.params",
+    "StructuredOutputsParams": "octavo.frontend.structured",
     "RequestOutput": "octavo.frontend.outputs",
     "CompletionOutput": "octavo.frontend.outputs",
 }
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __dir__() -> list[str]:

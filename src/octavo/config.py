@@ -153,12 +153,24 @@ class BackendConfig(Section, frozen=True, kw_only=True):
 
 
 class StructuredConfig(Section, frozen=True, kw_only=True):
-    """Structured outputs."""
+    """Structured outputs, tool calls and reasoning."""
 
     grammar_timeout: Annotated[
         float,
         Help("seconds of CPU time to compile a schema or grammar, else the request is refused", low=1.0, high=3600.0),
     ] = 10.0
+    tool_call_parser: Annotated[
+        Literal["hermes", "qwen", "llama3_json", "mistral", "pythonic", "deepseek_v3", "glm45", "glm47", "qwen3_coder"]
+        | None,
+        Help("format in which the model calls tools; default: told from its chat template"),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool, Help("constrain calls that the model makes by itself (tool_choice auto) to the schemas of its tools")
+    ] = False
+    reasoning_parser: Annotated[
+        Literal["deepseek_r1", "qwen3", "glm45"] | None,
+        Help("format in which the model reasons before it answers, told apart as reasoning; default: none"),
+    ] = None
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):

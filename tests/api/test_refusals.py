@@ -208,7 +208,7 @@ def test_unknown_and_unsupported_fields_are_named(server: Live) -> None:
     refused(reply, "temprature")
     assert "temperature" in reply.error()["message"]
     for field, value in (
-        ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "wizard"}]),
         ("best_of", 3),
     ):
         refused(server.chat(**{field: value}), field, "unsupported_parameter")

@@ -46,7 +46,7 @@ _VLLM_FLAGS = frozenset(
     --async-scheduling --stream-interval --scheduler-reserve-full-isl --watermark --scheduler-cls --max-num-queued-tokens
     --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --enable-expert-parallel --distributed-executor-backend --nnodes
     --node-rank --numa-bind --enable-lora --max-loras --max-lora-rank --max-cpu-loras --lora-modules --structured-outputs-config
-    --guided-decoding-backend --reasoning-parser --enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server
+    --guided-decoding-backend --tool-parser-plugin --tool-server
     --trust-request-chat-template --speculative-config --spec-method --spec-model --spec-tokens
     --kv-transfer-config --kv-events-config --otlp-traces-endpoint --collect-detailed-traces --kv-cache-metrics --enable-mfu-metrics
     --disable-log-stats --enable-log-outputs --max-log-len --enable-prompt-tokens-details --uds --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers
@@ -125,7 +125,9 @@ def _help_text(field: _Field) -> str:
 
 
 def _without_none(kind: Any) -> Any:
-    if isinstance(kind, types.UnionType):
+    if (
+        isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    ):  # the latter of Literal[...] | None
         return next(part for part in typing.get_args(kind) if part is not type(None))
     return kind
 

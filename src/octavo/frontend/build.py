@@ -345,7 +345,20 @@ def served_model(config: Config, front: Front, facts: EngineFacts) -> ServedMode
         max_logprobs=config.model.max_logprobs,
         max_request_tokens=facts.max_request_tokens,
         max_pinned_tokens=config.cache.max_pinned_tokens,
+        call_format=config.structured.tool_call_parser or _call_format(front.chat_template),
+        reasoning_format=config.structured.reasoning_parser,
+        constrains_auto_calls=config.structured.enable_auto_tool_choice,
     )
+
+
+def _call_format(template: ChatTemplate | None) -> str | None:
+    """The format of a template's calls. One that does not know tools gets them in the generic way."""
+    from octavo.text.calls import infer_format
+    from octavo.text.generic_tools import GENERIC_FORMAT
+
+    if template is None:
+        return None
+    return infer_format(template.source) if template.mentions("tools") else GENERIC_FORMAT
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

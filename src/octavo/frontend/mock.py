@@ -20,6 +20,7 @@ from octavo.frontend.engine import AsyncEngine
 from octavo.frontend.model import ServedModel
 from octavo.obs.events import EventLog
 from octavo.runner.scripted import RowFailure, ScriptedExecutor
+from octavo.text.generic_tools import GENERIC_FORMAT
 from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.vocabulary import byte_level_alphabet
@@ -78,6 +79,8 @@ def word_model(config: Config, tokenizer: Tokenizer) -> ServedModel:
         eos_token_ids=tokenizer.eos_token_ids,
         created=int(time.time()),
         max_logprobs=config.model.max_logprobs,
+        call_format=config.structured.tool_call_parser or GENERIC_FORMAT,
+        reasoning_format=config.structured.reasoning_parser,
     )
 
 

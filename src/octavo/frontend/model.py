@@ -21,7 +21,9 @@ class ServedModel:
     saying why. max_model_len: prompt plus output in tokens. vocab_size: rows of the embedding that the tokenizer
     knows; ids from there on are refused. default_sampling: the model's own preferences (generation_config.json),
     empty when they are switched off. created: Unix time. max_logprobs: the most alternatives a request may ask for,
-    -1 without bound. max_request_tokens: tokens of one sequence that the whole KV cache can hold, None without bound.
+    -1 without bound. call_format, reasoning_format: how the model writes tool calls and reasoning, by the names of
+    `octavo.text.calls`; constrains_auto_calls: whether calls it makes by itself are held to their schemas.
+    max_request_tokens: tokens of one sequence that the whole KV cache can hold, None without bound.
     max_pinned_tokens: tokens of prompts that may be pinned in the prefix cache.
     """
 
@@ -36,6 +38,9 @@ class ServedModel:
     created: int = 0
     max_logprobs: int = 20
     max_request_tokens: int | None = None
+    call_format: str | None = None
+    reasoning_format: str | None = None
+    constrains_auto_calls: bool = False
     max_pinned_tokens: int = 0
 
     def sampling_params(self, **given: Any) -> SamplingParams:

@@ -11,7 +11,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +20,7 @@ from octavo.contracts import GenerateRequest, RequestId, TokenSampling
 from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo.frontend.model import ServedModel
 from octavo.frontend.params import SamplingParams
+from octavo.frontend.tools import NO_TOOLS, PLAIN, Reading, reading_of
 from octavo.grammar import GrammarSpec
 from octavo.limits import MAX_PRIORITY, MAX_SALT_CHARACTERS
 from octavo.text.template import ChatPrompt, encode_chat
@@ -38,7 +39,8 @@ class Truncation:
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A validated request: n engine requests with one prompt. `prompt` is the rendered text, None when ids were given or it was
-    cut. `grammar` constrains the output; the requests have its source only once it has been compiled.
+    cut. `grammar` constrains the output; the requests have its source only once it has been compiled. `reading` says how an answer
+    to a conversation is read.
     """
 
     requests: tuple[GenerateRequest, ...]
@@ -46,6 +48,7 @@ class Prepared:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     grammar: GrammarSpec | None = None
+    reading: Reading = PLAIN
 
     @property
     def num_choices(self) -> int:
@@ -116,7 +119,7 @@ class RequestBuilder:
             token_ids = self.check_token_ids("prompt", prompt, bounded=truncation is None)
         text, token_ids = self._truncated(text, token_ids, params, truncation)
         return self._prepare(
-            text, token_ids, params, tenant, priority, timeouts, cache_salt, cache_pin, arrival_s, grammar
+            text, token_ids, params, tenant, priority, timeouts, cache_salt, cache_pin, arrival_s, Reading(form=grammar)
         )
 
     def build_chat(
@@ -127,7 +130,7 @@ class RequestBuilder:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        reading: Reading | None = None,
         tenant: str = "default",
         priority: int = 0,
         timeouts: Timeouts | None = None,
@@ -135,23 +138,25 @@ class RequestBuilder:
         cache_pin: bool = False,
         arrival_s: float | None = None,
         truncation: Truncation | None = None,
-        grammar: GrammarSpec | None = None,
     ) -> Prepared:
-        """An answer to a conversation, through the model's chat template. `grammar` constrains it where the parameters do not.
+        """An answer to a conversation, through the model's chat template. `reading`: its tools and form, by `reading_of`.
 
         Raises InvalidRequestError also when the model has no usable template, ContextLengthError.
         """
+        reading = reading or reading_of(self.model, NO_TOOLS, None)
         prompt = self._render(
             messages,
             add_generation_prompt,
             continue_final_message,
             chat_template_kwargs,
-            tools,
+            reading.tools.told,
             bounded=truncation is None,
         )
+        continued = str(messages[-1].get("content")) if continue_final_message else ""
+        reading = reading.after(prompt.text, continued)
         text, token_ids = self._truncated(prompt.text, tuple(prompt.token_ids), params, truncation)
         return self._prepare(
-            text, token_ids, params, tenant, priority, timeouts, cache_salt, cache_pin, arrival_s, grammar
+            text, token_ids, params, tenant, priority, timeouts, cache_salt, cache_pin, arrival_s, reading
         )
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -259,7 +264,7 @@ class RequestBuilder:
         cache_salt: str | None,
         cache_pin: bool,
         arrival_s: float | None,
-        grammar: GrammarSpec | None,
+        reading: Reading,
     ) -> Prepared:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
@@ -277,7 +282,9 @@ class RequestBuilder:
         if cache_pin:
             self._check_pin(len(token_ids))
         sampling = self._sampling(params, len(token_ids))
-        grammar = params.grammar or grammar
+        if params.grammar is not None:
+            reading = replace(reading, form=params.grammar)
+        grammar = reading.grammar
         if grammar is not None and params.ignore_eos:
             raise InvalidRequestError(
                 f"ignore_eos and {grammar.field} exclude each other: the form says where the output ends",
@@ -303,7 +310,7 @@ class RequestBuilder:
             )
             for choice in range(params.n)
         )
-        return Prepared(requests, text, token_ids, params, grammar)
+        return Prepared(requests, text, token_ids, params, grammar, reading)
 
     def _check_pin(self, num_tokens: int) -> None:
         most = self.model.max_pinned_tokens

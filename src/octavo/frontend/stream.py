@@ -40,10 +40,12 @@ class OutputStream:
 
     The id that ended it (end-of-sequence or a stop token) is among the token ids, its text is not shown, except with
     include_stop_str_in_output. A stop string must lie within the text after the first `min_tokens` tokens; tokens
-    after the one that completes it are dropped.
+    after the one that completes it are dropped. `shown`: control tokens that are text nevertheless.
     """
 
-    def __init__(self, request: GenerateRequest, params: SamplingParams, model: ServedModel) -> None:
+    def __init__(
+        self, request: GenerateRequest, params: SamplingParams, model: ServedModel, shown: Sequence[str] = ()
+    ) -> None:
         self._request = request
         self._index = request.sampling.choice
         self._tokenizer = model.tokenizer
@@ -51,7 +53,9 @@ class OutputStream:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._detokenizer = (
-            Detokenizer(model.tokenizer, skip_special_tokens=params.skip_special_tokens) if params.detokenize else None
+            Detokenizer(model.tokenizer, skip_special_tokens=params.skip_special_tokens, shown=shown)
+            if params.detokenize
+            else None
         )
         stops = params.stop_strings
         self._matcher = StopMatcher(stops, include=self._include_stop) if stops else None
@@ -174,8 +178,9 @@ class StreamTable:
 
     def add(self, prepared: Prepared, model: ServedModel, sink: Callable[[Delta], None]) -> None:
         """Adds all choices of a request."""
+        shown = prepared.reading.markers
         for request in prepared.requests:
-            self._streams[request.request_id] = (OutputStream(request, prepared.params, model), sink)
+            self._streams[request.request_id] = (OutputStream(request, prepared.params, model, shown), sink)
             self._of_tenant[request.tenant] += 1
 
     def num_of(self, tenant: str) -> int:

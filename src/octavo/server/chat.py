@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
 from octavo.frontend.outputs import Delta, LogprobEntry
 from octavo.frontend.requests import Prepared
+from octavo.frontend.tools import parse_tools, reading_of
 from octavo.server.auth import tenant_of
 from octavo.server.context import Context, client_request_id
 from octavo.server.generation import (
@@ -38,10 +39,10 @@ from octavo.server.protocol import (
     ChatDelta,
     ChatLogprob,
     ChatLogprobs,
-    ChatMessage,
     ChatTopLogprob,
     StreamOptions,
 )
+from octavo.server.reader import MessageReader
 
 
 async def chat_completions(context: Context, request: Request) -> ASGIApp:
@@ -63,6 +64,9 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
     return await stream(context, request, [prepared], lambda _, delta: answer.chunks(delta), last, headers, interval)
 
 
+_NOTHING = ChatDelta()
+
+
 class ChatStream:
     """One request's answer as chunks. The other APIs that answer conversations are made of them."""
 
@@ -82,6 +86,7 @@ class ChatStream:
         self._usage = usage
         self._options = options
         self._started: set[int] = set()
+        self._readers = [reader_of(prepared, body) for _ in range(prepared.num_choices)]
 
     def chunks(self, delta: Delta) -> Iterator[ChatChunk]:
         """What one delta adds to the answer."""
@@ -102,13 +107,17 @@ class ChatStream:
                 if first and delta.prompt_logprobs is not None
                 else UNSET,
             )
-        if not (delta.text or delta.finish_reason or delta.logprobs or (delta.token_ids and body.return_token_ids)):
+        reader = self._readers[delta.index]
+        added = reader.delta(delta.text, last=delta.finish_reason is not None)
+        if not (
+            added != _NOTHING or delta.finish_reason or delta.logprobs or (delta.token_ids and body.return_token_ids)
+        ):
             return
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            delta=added,
             logprobs=_logprobs(delta.logprobs, body) if delta.logprobs else None,
-            finish_reason=delta.finish_reason,
+            finish_reason=None if delta.finish_reason is None else reader.finish_reason(delta.finish_reason),
             stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
             token_ids=delta.token_ids if body.return_token_ids else UNSET,
         )
@@ -154,7 +163,9 @@ def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest
         cache_salt=body.cache_salt,
         cache_pin=bool(body.cache_pin),
         truncation=truncation(body),
-        grammar=body.grammar,
+        reading=reading_of(
+            context.model, parse_tools(body.tools, body.tool_choice, body.parallel_tool_calls), body.grammar
+        ),
     )
 
 
@@ -167,7 +178,13 @@ def tokenize_chat(context: Context, body: ChatCompletionRequest) -> list[int]:
         else not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=_template_kwargs(context, body),
+        tools=parse_tools(body.tools, body.tool_choice, body.parallel_tool_calls).told,
     )
+
+
+def reader_of(prepared: Prepared, body: ChatCompletionRequest) -> MessageReader:
+    """A reader for one choice of the answer."""
+    return MessageReader(prepared.reading, with_reasoning=body.include_reasoning is not False)
 
 
 def _template_kwargs(context: Context, body: ChatCompletionRequest) -> dict[str, Any]:
@@ -234,7 +251,7 @@ async def _whole(
     def build() -> ChatCompletion:
         return ChatCompletion(
             **ids.fields(),
-            choices=[_choice(index, of_choice, body) for index, of_choice in enumerate(deltas)],
+            choices=[_choice(index, of_choice, prepared, body) for index, of_choice in enumerate(deltas)],
             usage=usage.usage(),
             prompt_logprobs=prompt_logprobs_json(prompt_logprobs) if prompt_logprobs is not None else UNSET,
             prompt_token_ids=prepared.prompt_token_ids if body.return_token_ids else UNSET,
@@ -250,13 +267,15 @@ def _prompt_text(context: Context, prepared: Prepared) -> str:
     return context.model.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
 
 
-def _choice(index: int, deltas: Sequence[Delta], body: ChatCompletionRequest) -> ChatChoice:
+def _choice(index: int, deltas: Sequence[Delta], prepared: Prepared, body: ChatCompletionRequest) -> ChatChoice:
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    reader, reason = reader_of(prepared, body), deltas[-1].finish_reason
+    assert reason is not None
     return ChatChoice(
         index=index,
-        message=ChatMessage(_echo(body) + "".join(delta.text for delta in deltas)),
+        message=reader.message("".join(delta.text for delta in deltas), before=_echo(body)),
         logprobs=_logprobs(entries, body) if body.logprobs else None,
-        finish_reason=str(deltas[-1].finish_reason),
+        finish_reason=reader.finish_reason(reason),
         stop_reason=deltas[-1].stop_reason,
         token_ids=tuple(token for delta in deltas for token in delta.token_ids) if body.return_token_ids else UNSET,
     )

@@ -157,6 +157,10 @@ class ChatCompletionRequest(_Generation, frozen=True, kw_only=True):
     echo: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_prompt_text: bool | None = None
 
@@ -208,11 +212,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "best_of": (1,),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -242,7 +243,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
-    "include_reasoning": (True,),
 }
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -350,12 +350,30 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """What a tool call calls. `arguments` is JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's answer."""
+    """The assistant's answer. `reasoning` stands also under its other name, by which as many clients know it."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -384,11 +402,30 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_text: str | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a call: the name once, in the first."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to the call number `index`: id and type once, in the first."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct, frozen=True):
     """What a chunk adds to the message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,11 +17,14 @@ class Detokenizer:
     become a character. All pushes and `flush` joined are `Tokenizer.decode` of all ids at once, whatever the cuts.
 
     `continuation`: the tokens continue other text (a prompt), so a first space is part of the text. Without it the space
-    that a SentencePiece tokenizer puts before a text is taken away again; byte-level tokenizers have none.
+    that a SentencePiece tokenizer puts before a text is taken away again; byte-level tokenizers have none. `shown`: control tokens
+    that are text nevertheless.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, continuation: bool = True) -> None:
-        self._pieces = tokenizer.visible_pieces if skip_special_tokens else tokenizer.pieces
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, continuation: bool = True, shown: Sequence[str] = ()
+    ) -> None:
+        self._pieces = tokenizer.pieces_showing(shown) if skip_special_tokens else tokenizer.pieces
         self._decode = _utf8_decoder("replace").decode
         self._strip = tokenizer.adds_leading_space and not continuation
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequestError, ModelFileError, UnsupportedFieldError
 from octavo.limits import MAX_NESTING, MAX_TEMPLATE_CHARACTERS, is_deeper
+from octavo.text.generic_tools import describe_tools, spell_calls
 from octavo.text.guard import any_string, map_strings, unmarked
 from octavo.text.tokenizer import Tokenizer
 
@@ -184,9 +185,14 @@ def encode_chat(
     Control tokens stand only where the template put them: what clients send (content, names, tool results, arguments, tools,
     template arguments) is ordinary text, even where it reads like one. Text of an assistant's own turns may hold tokens that the
     template writes but that are not control tokens by the model's own list (<think>), since templates look for them.
-    One BOS begins the prompt of a model that has one. Raises InvalidRequestError.
+    One BOS begins the prompt of a model that has one. Tools that the template does not know of are told and called in plain text
+    (`generic_tools`). Raises InvalidRequestError.
     """
     normal = template.adapted(normalize_messages(messages))
+    if tools and not template.mentions("tools"):
+        normal, tools = describe_tools(normal, tools), None
+    if not template.mentions("tool_calls"):
+        normal = spell_calls(normal)
     variables = template.variables(tools, kwargs)
     guard, own_guard = tokenizer.chat_guard(template.source), tokenizer.control_guard
     marked = any_string(variables, guard.finds) or any(

@@ -35,6 +35,7 @@ class Tokenizer:
         self.pieces = vocabulary.pieces
         special = vocabulary.special_ids
         self.visible_pieces = tuple([b"" if index in special else piece for index, piece in enumerate(self.pieces)])
+        self._showing: dict[frozenset[int], tuple[bytes, ...]] = {frozenset(): self.visible_pieces}
         self.vocab_size = len(self.pieces)
         self.bos_token_id = vocabulary.bos_token_id
         self.eos_token_ids = vocabulary.eos_token_ids
@@ -108,6 +109,17 @@ class Tokenizer:
             for piece in self.pieces
         )
         return longest * vocabulary.shrink
+
+    def pieces_showing(self, texts: Sequence[str]) -> tuple[bytes, ...]:
+        """`visible_pieces`, but with the control tokens of these texts."""
+        shown = frozenset(self.special_tokens[text] for text in texts if text in self.special_tokens)
+        pieces = self._showing.get(shown)
+        if pieces is None:
+            changed = list(self.visible_pieces)
+            for token in shown:
+                changed[token] = self.pieces[token]
+            pieces = self._showing[shown] = tuple(changed)
+        return pieces
 
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token (or the unknown token)."""

@@ -298,9 +298,9 @@ def test_time_is_linear(name: str | None) -> None:
 
     def seconds(times: int) -> float:
         text = "".join(parts) * times
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         parse(name, [text[start : start + 7] for start in range(0, len(text), 7)], begun=False)
-        return time.perf_counter() - began_s
+        return time.process_time() - began_s
 
     seconds(20)
     short, long = min(seconds(50) for _ in range(3)), seconds(500)
