@@ -15,6 +15,7 @@ VERBS = {
     "serve": "serve a model to OpenAI clients",
     "chat": "talk to a model in the terminal",
     "complete": "continue a text",
+    "batch": "answer a file of requests offline",
     "pull": "fetch a model of the catalogue",
     "inspect": "show what a model is and what of it fits this machine",
     "doctor": "show what this machine offers and what octavo makes of it",

@@ -20,6 +20,8 @@ def chat_request(body: MessagesRequest | CountTokensRequest, *, can_switch_think
     fields: dict[str, Any] = {"messages": messages, "continue_final_message": prefilled or None}
     if body.thinking is not None and can_switch_thinking:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config is not None and body.output_config.format is not None:
+        fields["response_format"] = _response_format(body.output_config.format)
     if isinstance(body, MessagesRequest):
         _check(body)
         fields |= {
@@ -30,6 +32,14 @@ def chat_request(body: MessagesRequest | CountTokensRequest, *, can_switch_think
             "top_k": body.top_k,
         }
     return ChatCompletionRequest(**fields)
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("type") != "json_schema" or given.keys() != {"type", "schema"}:
+        raise InvalidRequestError(
+            'output_config.format must be {"type": "json_schema", "schema": ...}', param="output_config"
+        )
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
 
 def _check(body: MessagesRequest) -> None:

@@ -23,18 +23,27 @@ from octavo.server.messages.protocol import CountTokensRequest, MessagesRequest
 from octavo.server.protocol import StreamOptions
 from octavo.server.sse import event
 
-_PARAMS = {"prompt": "messages", "max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+_PARAMS = {
+    "prompt": "messages",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+}
 """What chat calls a field, and what it is called here."""
 
 
 async def create_message(context: Context, request: Request) -> ASGIApp:
     """POST /v1/messages."""
     body, size = await context.body(request, MessagesRequest)
+    with _named_as_here():
+        return await _create(context, request, body, size)
+
+
+async def _create(context: Context, request: Request, body: MessagesRequest, size: int) -> ASGIApp:
     model = context.model_name(body.model)
     echoed = client_request_id(request, None)
-    with _named_as_here():
-        chat = chat_request(body, can_switch_thinking=_can_switch_thinking(context))
-        prepared = await context.off_loop(size, lambda: prepare_chat(context, request, chat))
+    chat = chat_request(body, can_switch_thinking=_can_switch_thinking(context))
+    prepared = await context.off_loop(size, lambda: prepare_chat(context, request, chat))
     answer, usage = MessageAnswer(model), UsageCount([prepared])
     headers = {"request-id": answer.id} | ({"x-request-id": echoed} if echoed else {})
     chunks = ChatStream(context, chat, prepared, Ids("chatcmpl", model), usage, StreamOptions())

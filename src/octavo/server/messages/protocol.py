@@ -32,18 +32,24 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     display: Literal["summarized"] | None = None
 
 
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`format`: {"type": "json_schema", "schema": ...}, which the answer then obeys."""
+
+    format: dict[str, Any] | None = None
+
+
 class _Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
 
 
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "output_config": ({},),
     "output_format": (),
     "container": (),
     "context_management": (),

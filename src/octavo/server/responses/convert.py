@@ -48,9 +48,19 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletio
         )
     else:
         fields["top_logprobs"] = None
+    if body.text is not None and body.text.format is not None:
+        fields["response_format"] = _response_format(body.text.format)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     return ChatCompletionRequest(**fields)
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+    """Chat's form of `text.format`, where what belongs to the schema is an object of its own."""
+    if given.get("type") != "json_schema":
+        return given
+    inner = {name: value for name, value in given.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": inner}
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:

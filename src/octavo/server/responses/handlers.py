@@ -34,6 +34,7 @@ _PARAMS = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
+    "response_format": "text",
 }
 """What chat calls a field, and what it is called here."""
 
@@ -62,6 +63,10 @@ class ResponsesApi:
     async def create(self, context: Context, request: Request) -> ASGIApp:
         """POST /v1/responses."""
         body, size = await context.body(request, ResponsesRequest)
+        with _named_as_here():
+            return await self._create(context, request, body, size)
+
+    async def _create(self, context: Context, request: Request, body: ResponsesRequest, size: int) -> ASGIApp:
         model = context.model_name(body.model)
         keep = self._keeps(body)
         headers = {"x-request-id": echoed} if (echoed := client_request_id(request, body.request_id)) else {}
@@ -71,11 +76,10 @@ class ResponsesApi:
         tenant = tenant_of(request)
         own = input_items(body.input)
         history = await self._history(tenant, body.previous_response_id)
-        with _named_as_here():
-            chat = chat_request(body, [*history, *own])
-            prepared = await context.off_loop(
-                size + 1024 * len(history), lambda: _prepare(context, request, chat, body.truncation == "auto")
-            )
+        chat = chat_request(body, [*history, *own])
+        prepared = await context.off_loop(
+            size + 1024 * len(history), lambda: _prepare(context, request, chat, body.truncation == "auto")
+        )
         answer = ResponseAnswer(body, model, prepared.params, store=keep is not None)
         run = _Run(context, chat, prepared, model, answer)
 

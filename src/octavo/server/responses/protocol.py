@@ -79,11 +79,13 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     waiting_timeout: float | None = None
     prefill_timeout: float | None = None
     decode_timeout: float | None = None
+    cache_pin: bool | None = None
     request_id: str | None = None
     stream_interval: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -95,7 +97,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     not_built: ClassVar[dict[str, tuple[Any, ...]]] = {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
-        "structured_outputs": (),
         "include_reasoning": (True,),
         "access_programs": (),
         "background_options": (),

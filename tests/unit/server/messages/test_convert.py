@@ -95,10 +95,17 @@ def test_fields_reach_chat_under_its_names() -> None:
     assert chat_request(prefilled, can_switch_thinking=False).continue_final_message is True
 
 
+def test_a_schema_reaches_chat() -> None:
+    body = request(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    assert chat_request(body, can_switch_thinking=False).response_format == wanted
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"max_tokens": 0},
+        {"output_config": {"format": {"type": "text"}}},
         {"temperature": 1.5},
         {"temperature": -1},
         {"thinking": {"type": "enabled"}},

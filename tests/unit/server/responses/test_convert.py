@@ -103,6 +103,16 @@ def test_fields_reach_chat_under_its_names() -> None:
     assert chat_request(request(), []).logprobs is None
 
 
+def test_formats_reach_chat() -> None:
+    schema = {"name": "answer", "schema": {"type": "object"}, "strict": True}
+    for given, wanted in (
+        ({"type": "json_schema", **schema}, {"type": "json_schema", "json_schema": schema}),
+        ({"type": "json_object"}, {"type": "json_object"}),
+        ({"type": "text"}, {"type": "text"}),
+    ):
+        assert chat_request(request(text={"format": given}), input_items("hi")).response_format == wanted
+
+
 @pytest.mark.parametrize("fields", [{"max_output_tokens": 0}, {"top_logprobs": 2}])
 def test_contradictions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as refusal:

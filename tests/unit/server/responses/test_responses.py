@@ -167,6 +167,8 @@ def test_an_answer_without_text_has_no_message() -> None:
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning"),
         ({"text": {"verbosity": "low"}}, "text"),
+        ({"text": {"format": {"type": "poem"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
