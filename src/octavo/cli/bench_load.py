@@ -247,12 +247,20 @@ def add_serve(verbs: Any) -> None:
     )
     parser.add_argument(
         "--backend",
+        dest="api",
         choices=("openai", "openai-chat"),
         default="openai",
         help="ask for completions or for chat completions (default openai)",
     )
-    parser.add_argument("--model", metavar="NAME", help="the model's name at the server (default: the first it lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="key to send; default: the variable OPENAI_API_KEY")
+    parser.add_argument(
+        "--model",
+        dest="model_name",
+        metavar="NAME",
+        help="the model's name at the server (default: the first it lists)",
+    )
+    parser.add_argument(
+        "--api-key", dest="key", metavar="KEY", help="key to send; default: the variable OPENAI_API_KEY"
+    )
     parser.add_argument(
         "--tenant-key",
         nargs="+",
@@ -294,7 +302,7 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     from octavo.bench.http.load import run_load
     from octavo.bench.load_report import load_report
 
-    key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+    key = arguments.key or os.environ.get("OPENAI_API_KEY")
     keys = {"": key} if key else {}
     for pair in arguments.tenant_key:
         tenant, colon, key = pair.partition(":")
@@ -309,12 +317,12 @@ def _run_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("--num-warmups must not be negative", param="num_warmups")
     check_plot(arguments.plot)
     traffic, goodput = traffic_of(arguments), parse_goodput(arguments.goodput)
-    model = arguments.model or asyncio.run(first_model(arguments.base_url, keys.get("")))
+    model = arguments.model_name or asyncio.run(first_model(arguments.base_url, keys.get("")))
     target = Target(
-        base_url=arguments.base_url, model=model, backend=arguments.backend, keys=keys, ignore_eos=arguments.ignore_eos,
+        base_url=arguments.base_url, model=model, backend=arguments.api, keys=keys, ignore_eos=arguments.ignore_eos,
         temperature=arguments.temperature, extra_body=extra,
     )  # fmt: skip
-    options = {"traffic": given(arguments), "backend": arguments.backend, "extra_body": extra}
+    options = {"traffic": given(arguments), "backend": arguments.api, "extra_body": extra}
     with count_bar() as progress:
         result, outcomes = asyncio.run(
             run_load(traffic, target, options, goodput=goodput, num_warmups=arguments.num_warmups, progress=progress)
@@ -341,7 +349,9 @@ def add_scenario(verbs: Any) -> None:
         + " ".join(f"{name}: {scenario.description}." for name, scenario in SCENARIOS.items()),
     )
     parser.add_argument("name", choices=tuple(SCENARIOS), metavar="NAME", help=f"one of {', '.join(SCENARIOS)}")
-    parser.add_argument("--model", metavar="MODEL", help="serve this model instead of the scenario's own")
+    parser.add_argument(
+        "--model", dest="model_name", metavar="MODEL", help="serve this model instead of the scenario's own"
+    )
     parser.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="measure N times, taking turns, and take medians (default 1)"
     )
@@ -378,13 +388,13 @@ def _run_scenario(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.beside} is no result of the scenario {scenario.name}", param="beside")
     costs = None
     if arguments.simulate:
-        costs = read_costs(arguments.costs, arguments.model or scenario.model)
+        costs = read_costs(arguments.costs, arguments.model_name or scenario.model)
     else:
         warn_if_loaded()
     with bar() as progress:
         result = run_scenario(
             scenario,
-            model=arguments.model,
+            model=arguments.model_name,
             rounds=arguments.rounds,
             seed=arguments.seed,
             costs=costs,
