@@ -11,6 +11,7 @@ from starlette.responses import Response
 import octavo
 from octavo.errors import EngineDeadError, InvalidRequestError, NotReadyError
 from octavo.frontend.engine import EngineState
+from octavo.frontend.tools import parse_tools
 from octavo.obs.metrics import CONTENT_TYPE, Metrics
 from octavo.server.context import Context
 from octavo.server.protocol import DetokenizeRequest, ModelCard, ModelList, TokenizeRequest
@@ -63,7 +64,7 @@ async def tokenize(context: Context, request: Request) -> Response:
     context.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
-    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+    for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
         if body.messages is None and getattr(body, name) is not None:
             raise InvalidRequestError(f"{name} is only allowed with messages", param=name)
     return await context.off_loop(size, lambda: _json(_tokenized(context, body)))
@@ -93,6 +94,7 @@ def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
         else not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=body.chat_template_kwargs,
+        tools=parse_tools(body.tools, None, None).told,
     )
 
 

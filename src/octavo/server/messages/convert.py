@@ -20,6 +20,10 @@ def chat_request(body: MessagesRequest | CountTokensRequest, *, can_switch_think
     fields: dict[str, Any] = {"messages": messages, "continue_final_message": prefilled or None}
     if body.thinking is not None and can_switch_thinking:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields |= _tool_choice(body.tool_choice)
     if body.output_config is not None and body.output_config.format is not None:
         fields["response_format"] = _response_format(body.output_config.format)
     if isinstance(body, MessagesRequest):
@@ -32,6 +36,40 @@ def chat_request(body: MessagesRequest | CountTokensRequest, *, can_switch_think
             "top_k": body.top_k,
         }
     return ChatCompletionRequest(**fields)
+
+
+_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})
+"""Fields of a tool that ask for what happens anyway: prompts are cached, arguments are streamed as they come."""
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    """Chat's form of a client's tool. Tools that Anthropic's servers run themselves are refused."""
+    if tool.get("type", "custom") not in ("custom", None):
+        raise UnsupportedFieldError(
+            f"{place}.type {tool['type']!r:.60} is not supported; only custom is", param="tools"
+        )
+    if unknown := sorted(tool.keys() - _HINTS - {"name", "description", "input_schema", "strict"}):
+        raise UnsupportedFieldError(f"{place}.{unknown[0][:60]} is not supported", param="tools")
+    if not isinstance(tool.get("input_schema"), dict):
+        raise InvalidRequestError(f"{place}.input_schema must be a JSON schema, an object", param="tools")
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _tool_choice(given: dict[str, Any]) -> dict[str, Any]:
+    choices: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none"}
+    kind = given.get("type")
+    if not isinstance(kind, str) or (kind not in choices and kind != "tool"):
+        raise InvalidRequestError(
+            f"tool_choice.type is {kind!r:.60}; expected auto, any, tool or none", param="tool_choice"
+        )
+    if unknown := sorted(given.keys() - {"type", "name", "disable_parallel_tool_use"}):
+        raise InvalidRequestError(f"tool_choice has the unknown field {unknown[0]!r:.60}", param="tool_choice")
+    choices["tool"] = {"type": "function", "function": {"name": given.get("name")}}
+    serial = given.get("disable_parallel_tool_use")
+    if not isinstance(serial, (bool, type(None))):
+        raise InvalidRequestError("tool_choice.disable_parallel_tool_use must be true or false", param="tool_choice")
+    return {"tool_choice": choices[kind], "parallel_tool_calls": False if serial else None}
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any]:

@@ -43,13 +43,13 @@ class _Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     thinking: Thinking | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
 
 
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
     "output_format": (),
     "container": (),
     "context_management": (),

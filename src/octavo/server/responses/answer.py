@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from octavo.errors import OctavoError
 from octavo.frontend.params import SamplingParams
-from octavo.server.protocol import ChatChunk, ChatLogprob, Usage
+from octavo.server.protocol import ChatChunk, ChatLogprob, ToolCallDelta, Usage
 from octavo.server.responses.convert import Item, wants_logprobs
 from octavo.server.responses.protocol import ResponsesRequest
 
@@ -25,7 +25,10 @@ def new_id(prefix: str) -> str:
 
 
 class ResponseAnswer:
-    """One response while it is made: `take` chunks, then `finish`. `body()` is the object as it stands."""
+    """One response while it is made: `take` chunks, then `finish`. `body()` is the object as it stands.
+
+    Items are made one after another: reasoning, a message, calls, in whichever order the model says them.
+    """
 
     def __init__(self, body: ResponsesRequest, model: str, params: SamplingParams, *, store: bool) -> None:
         self.id = new_id("resp")
@@ -41,8 +44,8 @@ class ResponseAnswer:
         self._usage: Usage | None = None
         self._finish_reason: str | None = None
         self._output: list[Item] = []
-        self._text: list[str] = []
-        self._logprobs: list[ChatLogprob] = []
+        self._open: _Text | _Call | None = None
+        self._waiting: list[ChatLogprob] = []
         self._keeps_logprobs = wants_logprobs(body)
 
     @property
@@ -58,18 +61,22 @@ class ResponseAnswer:
     def take(self, chunk: ChatChunk) -> Iterator[Event]:
         """What a chunk adds."""
         for choice in chunk.choices:
-            text = choice.delta.content
-            if text is not UNSET and text:
-                yield from self._add_text(text, list(choice.logprobs.content) if choice.logprobs else [])
-            elif choice.logprobs:
-                self._logprobs += choice.logprobs.content
+            delta = choice.delta
+            if self._keeps_logprobs and choice.logprobs:
+                self._waiting += choice.logprobs.content
+            if delta.reasoning is not UNSET and delta.reasoning:
+                yield from self._add_text("reasoning", delta.reasoning)
+            if delta.content is not UNSET and delta.content:
+                yield from self._add_text("message", delta.content)
+            for call in delta.tool_calls or ():
+                yield from self._add_call(call)
             self._finish_reason = choice.finish_reason or self._finish_reason
 
     def finish(self, usage: Usage) -> Iterator[Event]:
         """The last events of a natural end."""
         self._usage = usage
         self._status = "incomplete" if self._finish_reason == "length" else "completed"
-        yield from self._close_message()
+        yield from self._close(self._status)
         self._completed = int(time.time())
         yield self._event(f"response.{self._status}", response=self.body())
 
@@ -106,8 +113,8 @@ class ResponseAnswer:
             "store": self._store,
             "temperature": self._params.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self._params.top_p,
             "truncation": body.truncation or "disabled",
@@ -120,40 +127,98 @@ class ResponseAnswer:
         self._sequence += 1
         return event
 
-    # --- the message ------------------------------------------------------------------------------------------------
+    # --- items ------------------------------------------------------------------------------------------------------
 
-    def _add_text(self, text: str, logprobs: list[ChatLogprob]) -> Iterator[Event]:
-        if not self._text:
-            self._item_id = new_id("msg")
-            item = {"id": self._item_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-            yield self._event("response.output_item.added", output_index=len(self._output), item=item)
-            yield self._event("response.content_part.added", **self._place(), part=self._part("", []))
-        self._text.append(text)
-        self._logprobs += logprobs
-        yield self._event(
-            "response.output_text.delta", **self._place(), delta=text, logprobs=logprobs if self._keeps_logprobs else []
-        )
-
-    def _close_message(self) -> Iterator[Event]:
-        if not self._text:
+    def _add_text(self, kind: str, text: str) -> Iterator[Event]:
+        if not (isinstance(self._open, _Text) and self._open.kind == kind):
+            yield from self._close("completed")
+            self._open = opened = _Text(kind)
+            yield self._event(
+                "response.output_item.added", output_index=len(self._output), item=opened.item("in_progress")
+            )
+            yield self._event("response.content_part.added", **self._place(opened), part=opened.part("", ()))
+        assert isinstance(self._open, _Text)
+        self._open.texts.append(text)
+        if kind == "reasoning":
+            yield self._event("response.reasoning_text.delta", **self._place(self._open), delta=text)
             return
-        text = "".join(self._text)
-        shown = self._logprobs if self._keeps_logprobs else []
-        part = self._part(text, shown)
-        yield self._event("response.output_text.done", **self._place(), text=text, logprobs=shown)
-        yield self._event("response.content_part.done", **self._place(), part=part)
-        status = "incomplete" if self._finish_reason == "length" else "completed"
-        item = {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
+        logprobs, self._waiting = self._waiting, []
+        self._open.logprobs += logprobs
+        yield self._event("response.output_text.delta", **self._place(self._open), delta=text, logprobs=logprobs)
+
+    def _add_call(self, delta: ToolCallDelta) -> Iterator[Event]:
+        function = delta.function
+        if not (isinstance(self._open, _Call) and self._open.index == delta.index):
+            yield from self._close("completed")
+            self._open = _Call(delta.index, str(delta.id), str(function.name))
+            item = self._open.item("in_progress")
+            yield self._event("response.output_item.added", output_index=len(self._output), item=item)
+        assert isinstance(self._open, _Call)
+        if function.arguments is not UNSET and function.arguments:
+            self._open.arguments.append(function.arguments)
+            where = {"item_id": self._open.id, "output_index": len(self._output)}
+            yield self._event("response.function_call_arguments.delta", **where, delta=function.arguments)
+
+    def _close(self, status: str) -> Iterator[Event]:
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        if isinstance(opened, _Text):
+            if opened.kind == "message":  # those of an end that has no text of its own
+                opened.logprobs += self._waiting
+                self._waiting = []
+            text = "".join(opened.texts)
+            if opened.kind == "reasoning":
+                yield self._event("response.reasoning_text.done", **self._place(opened), text=text)
+            else:
+                shown = opened.logprobs
+                yield self._event("response.output_text.done", **self._place(opened), text=text, logprobs=shown)
+            part = opened.part(text, opened.logprobs)
+            yield self._event("response.content_part.done", **self._place(opened), part=part)
+        else:
+            done = {"item_id": opened.id, "output_index": len(self._output), "name": opened.name}
+            yield self._event("response.function_call_arguments.done", **done, arguments="".join(opened.arguments))
+        item = opened.item(status)
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
-        self._text, self._logprobs = [], []
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": len(self._output), "content_index": 0}
+    def _place(self, opened: _Text) -> dict[str, Any]:
+        return {"item_id": opened.id, "output_index": len(self._output), "content_index": 0}
 
-    @staticmethod
-    def _part(text: str, logprobs: list[ChatLogprob]) -> dict[str, Any]:
+
+class _Text:
+    """A message or reasoning that is being made."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.id = new_id("rs" if kind == "reasoning" else "msg")
+        self.texts: list[str] = []
+        self.logprobs: list[ChatLogprob] = []
+
+    def part(self, text: str, logprobs: Sequence[ChatLogprob]) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": msgspec.to_builtins(logprobs)}
+
+    def item(self, status: str) -> Item:
+        content = [self.part("".join(self.texts), self.logprobs)] if self.texts else []
+        own: Item = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
+        return {"id": self.id, "type": self.kind, "status": status, "content": content, **own}
+
+
+class _Call:
+    """A call of a function that is being made. `index`: chat's number of it."""
+
+    def __init__(self, index: int, call_id: str, name: str) -> None:
+        self.index = index
+        self.id = new_id("fc")
+        self.call_id = call_id
+        self.name = name
+        self.arguments: list[str] = []
+
+    def item(self, status: str) -> Item:
+        call = {"call_id": self.call_id, "name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function_call", "status": status, **call}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

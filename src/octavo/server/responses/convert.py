@@ -16,7 +16,8 @@ Item = dict[str, Any]
 _SAME = tuple(
     name
     for name in ResponsesRequest.__struct_fields__
-    if name in ChatCompletionRequest.__struct_fields__ and name not in ("stream", "stream_options")
+    if name in ChatCompletionRequest.__struct_fields__
+    and name not in ("stream", "stream_options", "tools", "tool_choice")
 )
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _ROLES = ("assistant", "developer", "system", "user")
@@ -48,11 +49,39 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletio
         )
     else:
         fields["top_logprobs"] = None
+    fields["tools"] = _tools(body.tools)
+    fields["tool_choice"] = _tool_choice(body.tool_choice)
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     return ChatCompletionRequest(**fields)
+
+
+def _tools(given: Sequence[Any] | None) -> list[dict[str, Any]] | None:
+    """Chat's form of tools, where what belongs to a function is an object of its own."""
+    if given is None:
+        return None
+    tools = []
+    for number, tool in enumerate(given):
+        if tool.get("type") != "function":
+            raise UnsupportedFieldError(
+                f"tools[{number}].type {tool.get('type')!r:.60} is not supported; only function is", param="tools"
+            )
+        tools.append({"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}})
+    return tools
+
+
+def _tool_choice(given: Any) -> Any:
+    """Chat's form of a choice; what is none is refused there."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):
+        tools = [_tool_choice(tool) for tool in given["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": tools}}
+    return given
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any]:

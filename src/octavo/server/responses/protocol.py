@@ -60,6 +60,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stream_options: ResponseStreamOptions | None = None
     temperature: float | None = None
     text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     top_logprobs: int | None = None
     top_p: float | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -88,6 +90,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_pin: bool | None = None
     request_id: str | None = None
     stream_interval: int | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -95,9 +98,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     prompt_cache_key: str | None = None
 
     not_built: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "include_reasoning": (True,),
         "access_programs": (),
         "background_options": (),
         "context_management": ([],),

@@ -101,10 +101,38 @@ def test_a_schema_reaches_chat() -> None:
     assert chat_request(body, can_switch_thinking=False).response_format == wanted
 
 
+TOOL = {
+    "name": "add",
+    "description": "adds",
+    "input_schema": {"type": "object"},
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+def test_tools_reach_chat() -> None:
+    for choice, wanted, parallel in (
+        ({"type": "auto"}, "auto", None),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        ({"type": "none"}, "none", None),
+        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}, None),
+    ):
+        chat = chat_request(request(tools=[TOOL], tool_choice=choice), can_switch_thinking=False)
+        function = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+        assert chat.tools == [{"type": "function", "function": function}]
+        assert (chat.tool_choice, chat.parallel_tool_calls) == (wanted, parallel)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"max_tokens": 0},
+        {"tools": [{**TOOL, "type": "bash_20250124"}]},
+        {"tools": [{**TOOL, "defer_loading": True}]},
+        {"tools": [{"name": "add"}]},
+        {"tool_choice": {"type": "some"}},
+        {"tool_choice": {"type": ["any"]}},
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": 1}},
+        {"tool_choice": {"type": "any", "x": 1}},
         {"output_config": {"format": {"type": "text"}}},
         {"temperature": 1.5},
         {"temperature": -1},

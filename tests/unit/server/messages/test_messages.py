@@ -14,7 +14,7 @@ from octavo.config import ServerConfig
 from octavo.runner.scripted import RowFailure
 from octavo.server.messages.protocol import MessagesRequest
 from support.asgi import Call, application
-from support.scripted import EOS, spell
+from support.scripted import EOS, model_of, spell
 
 PATH = "/v1/messages"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
@@ -143,3 +143,56 @@ def test_keys_come_in_anthropics_header_too() -> None:
         assert call.status == status
         if status == 401:
             assert result["error"]["type"] == "authentication_error"
+
+
+TOOLS = [
+    {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    {"name": "stop", "input_schema": {"type": "object"}},
+]
+AGENT = (
+    "<think>hm, well</think>I will ask.\n<tool_call>\n"
+    + json.dumps({"name": "weather", "arguments": {"city": "Oslo 🎉"}})
+    + "\n</tool_call>\n<tool_call>\n"
+    + json.dumps({"name": "stop", "arguments": {}})
+    + "\n</tool_call>"
+)
+
+
+def test_an_agents_turn() -> None:
+    model = model_of(call_format="hermes", reasoning_format="qwen3")
+    body = {**ASK, "tools": TOOLS, "max_tokens": 900}
+    _, whole = ask(body, [*spell(AGENT), EOS], model=model)
+    Message.model_validate(whole)
+    thinking, text, *calls = whole["content"]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", "hm, well")
+    assert text["text"].strip() == "I will ask."
+    assert [(call["name"], call["input"]) for call in calls] == [("weather", {"city": "Oslo 🎉"}), ("stop", {})]
+    assert whole["stop_reason"] == "tool_use"
+
+    _, stream = ask({**body, "stream": True}, [*spell(AGENT), EOS], model=model, itl_s=0.001)
+    told: dict[int, dict[str, Any]] = {}
+    for event in events(stream):
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(told)
+                told[event["index"]] = {**event["content_block"], "said": ""}
+            case "content_block_delta":
+                delta = event["delta"]
+                said = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+                told[event["index"]]["said"] += delta[said[delta["type"]]]
+            case "message_delta":
+                assert event["delta"]["stop_reason"] == "tool_use"
+    assert [block["type"] for block in told.values()] == ["thinking", "text", "tool_use", "tool_use"]
+    assert told[0]["said"] == "hm, well"
+    assert [json.loads(told[index]["said"] or "{}") for index in (2, 3)] == [{"city": "Oslo 🎉"}, {}]
+
+
+def test_tools_that_cannot_be_are_refused() -> None:
+    for fields in (
+        {"tools": [{"name": "a b", "input_schema": {}}]},
+        {"tools": [{"type": "web_search_20250305", "name": "w"}]},
+    ):
+        call, result = ask({**ASK, **fields})
+        assert (call.status, result["error"]["param"]) == (400, "tools")
+    call, result = ask({**ASK, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}})
+    assert (call.status, result["error"]["param"]) == (400, "tool_choice")

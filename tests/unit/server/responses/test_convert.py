@@ -113,6 +113,29 @@ def test_formats_reach_chat() -> None:
         assert chat_request(request(text={"format": given}), input_items("hi")).response_format == wanted
 
 
+def test_tools_reach_chat() -> None:
+    function = {"name": "add", "description": "adds", "parameters": {"type": "object"}, "strict": True}
+    for choice, wanted in (
+        (None, None),
+        ("required", "required"),
+        ({"type": "function", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]},
+            },
+        ),
+    ):
+        chat = chat_request(request(tools=[{"type": "function", **function}], tool_choice=choice), input_items("hi"))
+        assert chat.tools == [{"type": "function", "function": function}]
+        assert chat.tool_choice == wanted
+    for kind in ("web_search", "custom", None, ["x"]):
+        with pytest.raises(UnsupportedFieldError) as refusal:
+            chat_request(request(tools=[{"type": kind}]), input_items("hi"))
+        assert refusal.value.param == "tools"
+
+
 @pytest.mark.parametrize("fields", [{"max_output_tokens": 0}, {"top_logprobs": 2}])
 def test_contradictions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as refusal:

@@ -306,3 +306,79 @@ def test_background_responses_run_alone_and_can_be_cancelled(tmp_path: Path) -> 
             assert (status, ended["status"]) == (200, "failed")
 
     asyncio.run(main())
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+    {"type": "function", "name": "stop"},
+]
+AGENT = (
+    "<think>hm, well</think>I will ask.\n<tool_call>\n"
+    + json.dumps({"name": "weather", "arguments": {"city": "Oslo 🎉"}})
+    + "\n</tool_call>\n<tool_call>\n"
+    + json.dumps({"name": "stop", "arguments": {}})
+    + "\n</tool_call>"
+)
+
+
+def test_an_agents_turn_streams_item_after_item(tmp_path: Path) -> None:
+    async def main() -> None:
+        prompts: list[str] = []
+
+        def script(start: Any) -> list[int]:
+            prompts.append(bytes(start.token_ids[: start.num_prompt_tokens]).decode())
+            return [*spell(AGENT), EOS]
+
+        model = model_of(call_format="hermes", reasoning_format="qwen3")
+        async with client(script, tmp_path / "r.sqlite", model=model) as api:
+            fields = {"tools": TOOLS, "max_output_tokens": 900}
+            whole = await api.create(**fields)
+            reasoning, message, *calls = whole["output"]
+            assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm, well"}]
+            assert message["content"][0]["text"].strip() == "I will ask."
+            assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+                ("weather", {"city": "Oslo 🎉"}), ("stop", {}),
+            ]  # fmt: skip
+            assert (whole["status"], whole["tools"], whole["tool_choice"]) == ("completed", TOOLS, "auto")
+            Response.model_validate(whole)
+
+            streamed = events(await api.create(stream=True, **fields))
+            final = streamed[-1]["response"]
+            ids = {"id", "call_id"}
+            for one, other in zip(whole["output"], final["output"], strict=True):
+                assert {k: v for k, v in one.items() if k not in ids} == {
+                    k: v for k, v in other.items() if k not in ids
+                }
+            for number, item in enumerate(final["output"]):
+                own = [event for event in streamed if event.get("output_index") == number]
+                assert own[0]["type"] == "response.output_item.added"
+                assert own[-1] == {**own[-1], "type": "response.output_item.done", "item": item}
+                told = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+                assert told == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+
+            results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "sun"} for call in calls]
+            again = await api.create([*whole["output"], *results], **fields)
+            kept = await api.create(results, previous_response_id=whole["id"], **fields)
+            assert kept["previous_response_id"] == whole["id"]
+            assert again["previous_response_id"] is None
+            assert "Oslo" in prompts[-1]
+            assert prompts[-1].count("sun") == 2
+            quiet = await api.create(include_reasoning=False, **fields)
+            assert [item["type"] for item in quiet["output"]] == ["message", "function_call", "function_call"]
+
+    asyncio.run(main())
+
+
+def test_tools_that_cannot_be_are_refused() -> None:
+    async def main() -> None:
+        async with client() as api:
+            for tools in ([{"type": "web_search"}], [{"type": "function", "name": "a b"}], [{"type": "function"}]):
+                assert (await api.refused(tools=tools))["param"] == "tools"
+            for choice in ("some", {"type": "function", "name": "other"}, {"type": "mcp"}):
+                assert (await api.refused(tools=TOOLS, tool_choice=choice))["param"] == "tool_choice"
+
+    asyncio.run(main())
