@@ -77,6 +77,17 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Help("share of the device's free memory (on a CPU: RAM) to use for weights and KV cache", metavar="SHARE"),
     ] = None
     enable_prefix_caching: Annotated[bool, Help("reuse the KV blocks of equal prompt beginnings")] = True
+    kv_offloading_size: Annotated[
+        float,
+        Help("GiB of files for evicted KV blocks, which come back on a hit, also after a restart; 0: none", low=0),
+    ] = 0.0
+    kv_offloading_folder: Annotated[
+        str | None, Help("folder of these files, of one server at a time; default: kv beside the downloaded models")
+    ] = None
+    swap_space: Annotated[
+        float,
+        Help("GiB of memory for KV blocks of preempted requests, which are computed again otherwise; 0: none", low=0),
+    ] = 0.0
     max_pinned_tokens: Annotated[
         int,
         Help("tokens of prompts that may be pinned in the prefix cache (cache_pin, /pin_prefix); 0: none", low=0),

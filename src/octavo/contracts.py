@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 import msgspec
 
@@ -152,6 +152,24 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: tuple[int, ...]
 
 
+class DiskFile(msgspec.Struct, frozen=True):
+    """A file of KV content. `content` is None for one of another model, which can only be deleted, by its name."""
+
+    name: str
+    content: BlockContent | None
+    num_bytes: int
+
+
+class DiskSpace(msgspec.Struct, frozen=True, kw_only=True):
+    """Room on disk for content of KV blocks: `max_bytes` in all, a file takes `overhead_bytes` besides its content. `files` are already
+    there, least recently used first.
+    """
+
+    max_bytes: int
+    overhead_bytes: int
+    files: tuple[DiskFile, ...] = ()
+
+
 # --- a step ---------------------------------------------------------------------------------------------------------
 
 
@@ -196,8 +214,54 @@ class BlockCopy(msgspec.Struct, frozen=True):
     target: BlockId
 
 
+class BlockContent(NamedTuple):
+    """Names what a block of a group holds, wherever it is kept. Equal names mean equal bytes."""
+
+    group: int
+    key: bytes
+
+
+class Medium(StrEnum):
+    """Where content of blocks is kept outside of the KV cache."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+class BlockSave(msgspec.Struct, frozen=True):
+    """Keep the content of `block`, under the name of its group and `key`."""
+
+    group: int
+    block: BlockId
+    key: bytes
+    medium: Medium
+
+
+class BlockLoad(msgspec.Struct, frozen=True):
+    """Put content that is in memory into `block`. It stays in memory."""
+
+    group: int
+    block: BlockId
+    key: bytes
+
+
+class BlockTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of KV blocks that a step moves, in this order: saves, then (after the plan's copies) loads, fetches, drops, deletes.
+
+    `fetches` are read from disk into memory, which may take longer than the step. `drops` leave memory. `deletes` are files, of other
+    models by name; one that is still to be written is written first.
+    """
+
+    saves: tuple[BlockSave, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
+    fetches: tuple[BlockContent, ...] = ()
+    drops: tuple[BlockContent, ...] = ()
+    deletes: tuple[BlockContent | str, ...] = ()
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, decided. The runner applies `releases`, then `starts`, then `copies` in their order, then computes `rows`.
+    """One step, decided. The runner applies `releases`, then `starts`, then moves the blocks of `traffic` and `copies`, then
+    computes `rows`. Without rows it waits a little for content on its way from disk.
 
     After a step that raised, the next plan repeats its releases and releases the slots of its rows: releasing a slot that is not
     bound does nothing.
@@ -209,6 +273,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[RowPlan, ...]
     num_tokens: int
     copies: tuple[BlockCopy, ...] = ()
+    traffic: BlockTraffic | None = None
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,12 +305,31 @@ class ForwardWork(msgspec.Struct, frozen=True):
     ops: int
 
 
+class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of blocks outside of the KV cache since the last report: `saved` to disk or not, `fetched` into memory, or `missing`
+    because the file was damaged, foreign or gone. Times in seconds: of loads and saves those of the step, of fetches and writes those
+    that passed beside it.
+    """
+
+    saved: tuple[BlockContent, ...] = ()
+    unsaved: tuple[BlockContent, ...] = ()
+    fetched: tuple[BlockContent, ...] = ()
+    missing: tuple[BlockContent, ...] = ()
+    load_bytes: int = 0
+    load_s: float = 0.0
+    fetch_bytes: int = 0
+    fetch_s: float = 0.0
+    write_bytes: int = 0
+    write_s: float = 0.0
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a step, one per row of its plan. `work` is None where the backend does not count it."""
 
     step: int
     rows: tuple[RowResult, ...]
     work: ForwardWork | None = None
+    traffic: TrafficReport | None = None
 
 
 class MaskBits(msgspec.Struct, frozen=True):
@@ -377,6 +461,34 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str | None = None
 
 
+class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to the KV cache in a step. The first three are of prompts that start: tokens by where they were found.
+
+    `waits`: requests that began to wait for blocks another one computes, or for disk. The sizes at the end are the present state.
+    """
+
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    disk_query_tokens: int = 0
+    waits: int = 0
+    evicted_blocks: int = 0
+    copied_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    saved_files: int = 0
+    unsaved_files: int = 0
+    fetched_files: int = 0
+    missing_files: int = 0
+    write_bytes: int = 0
+    write_s: float = 0.0
+    fetch_bytes: int = 0
+    fetch_s: float = 0.0
+    swap_bytes: int = 0
+    disk_bytes: int = 0
+    pinned_tokens: int = 0
+
+
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine after a step (or while idle), and what happened in it. Counts are of this step, not totals.
 
@@ -400,6 +512,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_displaced: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    cache: CacheStats | None = None
     step_s: float = 0.0
     work: ForwardWork | None = None
     ttft_s: tuple[float, ...] = ()

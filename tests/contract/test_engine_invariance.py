@@ -7,6 +7,7 @@ preemption, on other threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,11 +16,21 @@ import pytest
 from octavo.backends.base import KVDType
 from octavo.backends.cpu.backend import CpuBackend
 from octavo.config import SchedulerConfig
-from octavo.contracts import GenerateRequest, KVLayout, RequestId, TokenEvent, TokenLogprobs, TokenSampling
+from octavo.contracts import (
+    CacheStats,
+    DiskSpace,
+    GenerateRequest,
+    KVLayout,
+    RequestId,
+    TokenEvent,
+    TokenLogprobs,
+    TokenSampling,
+)
 from octavo.engine.scheduler import Scheduler
 from octavo.models import ModelSpec, make_forward
 from octavo.quant import Format
 from octavo.runner.kv_budget import blocks_for_request
+from octavo.runner.kv_files import OVERHEAD_BYTES, KVFiles
 from octavo.runner.model_runner import ModelRunner
 from support.tiny_models import random_tensors, tiny_spec
 
@@ -49,19 +60,28 @@ class Engine:
         caching: bool = True,
         threads: int = 1,
         kv_dtype: KVDType = "auto",
+        swap_blocks: int = 0,
+        folder: Path | None = None,
+        namespace: bytes = b"model",
     ) -> None:
         model = CpuBackend(threads=threads).load(
             make_forward(spec), random_tensors(spec, Format.Q4_1), dtype="auto", kv_dtype=kv_dtype
         )
         groups = spec.kv_groups(model.bytes_per_kv_value, model.bytes_per_kv_scale)
         layout = KVLayout(block_size=block_size, groups=groups, num_blocks=(num_blocks or 2000,) * len(groups))
+        files = None if folder is None else KVFiles(folder, namespace)
+        disk = files and DiskSpace(max_bytes=1 << 26, overhead_bytes=OVERHEAD_BYTES, files=files.scan())
         self.scheduler = Scheduler(
             layout,
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=caching,
+            swap_bytes=swap_blocks * max(group.bytes_per_token for group in groups) * block_size,
+            disk=disk,
+            namespace=namespace,
         )
-        self.runner = ModelRunner(model, layout, max_num_seqs=max_num_seqs, max_model_len=MAX_MODEL_LEN)
+        self.runner = ModelRunner(model, layout, max_num_seqs=max_num_seqs, max_model_len=MAX_MODEL_LEN, kv_files=files)
+        self.caches: list[CacheStats] = []
         self.num_preemptions = 0
         self.num_cached = 0
         self.num_copies = 0
@@ -79,10 +99,16 @@ class Engine:
             output = self.scheduler.commit(plan, self.runner.submit(plan).sample())
             self.scheduler.check()
             self.num_preemptions += output.stats.num_preemptions
+            if output.stats.cache is not None:
+                self.caches.append(output.stats.cache)
             for event in output.events:
                 self._take(answers[event.request_id], event)
         self.scheduler.check_idle()
         return list(answers.values())
+
+    def count(self, name: str) -> int:
+        """Sum of one of the cache's counts."""
+        return sum(getattr(cache, name) for cache in self.caches)
 
     def _take(self, answer: Answer, event: TokenEvent) -> None:
         assert event.error_code is None, event.error_message
@@ -215,3 +241,45 @@ def test_choices_that_share_a_prompt(spec: ModelSpec, engines: list[Engine], kv_
         engines.append(engine)
         assert engine.run(requests) == expected, changes
         assert engine.num_copies > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_swapping(spec: ModelSpec, engines: list[Engine], caching: bool) -> None:
+    """The pools hold little more than the longest request; what the others have computed goes to memory and comes back."""
+    requests, expected = alone(spec, engines)
+    longest = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+    groups = spec.kv_groups(2.0)
+    need = max(blocks_for_request(group, longest, block_size=16, max_chunk=32) for group in groups)
+    for swap_blocks in (5, 1000):
+        engine = Engine(spec, budget=32, num_blocks=need + 4, caching=caching, swap_blocks=swap_blocks)
+        engines.append(engine)
+        assert engine.run(requests) == expected, swap_blocks
+        assert engine.num_preemptions > 0
+        assert engine.count("swapped_in_blocks") > 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_files_of_evicted_blocks(spec: ModelSpec, engines: list[Engine], kv_dtype: KVDType, tmp_path: Path) -> None:
+    """Evicted, fetched, swapped, after a restart, and after damage: the same bits, from files of the same namespace only."""
+    requests = requests_for(spec)
+    single = Engine(spec, caching=False, kv_dtype=kv_dtype)
+    engines.append(single)
+    expected = [single.run([request])[0] for request in requests]
+    for life in range(3):
+        engine = Engine(spec, budget=32, num_blocks=20, kv_dtype=kv_dtype, swap_blocks=20 * (life % 2), folder=tmp_path)
+        try:
+            for _ in range(2):
+                assert engine.run(requests) == expected, life
+            assert engine.count("fetched_files") > 0
+            assert (engine.count("missing_files") > 0) == (life == 2)
+        finally:
+            engine.runner.close()
+        if life == 1:
+            for number, path in enumerate(sorted(tmp_path.glob("*.kv"))):
+                data = bytearray(path.read_bytes())
+                data[(number * 997) % len(data)] ^= 0x10
+                path.write_bytes(data)
+    other = Engine(spec, num_blocks=200, kv_dtype=kv_dtype, folder=tmp_path, namespace=b"other")
+    engines.append(other)
+    assert other.run(requests) == expected
+    assert other.count("disk_hit_tokens") == 0

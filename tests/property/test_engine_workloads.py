@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.contracts import FinishReason, GenerateRequest, KVLayout, RequestId, Retention
 from octavo.engine import blocks_needed, capacity_tokens
-from support.fake_executor import VOCABULARY, Faults, Harness, layout, request
+from support.fake_executor import VOCABULARY, FakeDisk, Faults, Harness, layout, request
 
 MAX_MODEL_LEN = 64
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -81,6 +81,9 @@ def harnesses(draw: st.DrawFn, requests: Sequence[GenerateRequest], faults: Faul
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=caching,
         max_pinned_tokens=pinned,
+        swap_blocks=draw(st.sampled_from([0, 3, 100])),
+        disk_blocks=draw(st.sampled_from([0, 4, 100])) if caching else 0,
+        disk=FakeDisk(fetch_steps=draw(st.integers(0, 3)), max_writes=draw(st.sampled_from([1, 1000]))),
         enable_chunked_prefill=chunked,
         faults=faults,
         long_prefill_token_threshold=draw(st.sampled_from([None, 0, 1, 3, 10])) if chunked else None,
@@ -190,6 +193,12 @@ class EngineMachine(RuleBasedStateMachine):
     def unpin(self, stem: tuple[int, ...] | None, length: int) -> None:
         self.harness.scheduler.unpin(None if stem is None else stem[:length], b"")
         self.harness.scheduler.check()
+
+    @precondition(lambda self: self.harness.disk.files)
+    @rule(number=st.integers(0, 1000))
+    def a_file_is_damaged(self, number: int) -> None:
+        files = list(self.harness.disk.files)
+        self.harness.disk.damaged.add(files[number % len(files)])
 
     @rule()
     def reset_prefix_cache(self) -> None:

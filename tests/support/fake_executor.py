@@ -18,13 +18,19 @@ from dataclasses import dataclass, field
 from octavo.config import SchedulerConfig
 from octavo.contracts import (
     NULL_BLOCK,
+    BlockContent,
     BlockCopy,
+    BlockSave,
+    BlockTraffic,
+    DiskFile,
+    DiskSpace,
     EngineInput,
     EngineOutput,
     FinishReason,
     GenerateRequest,
     KVGroup,
     KVLayout,
+    Medium,
     RequestId,
     Retention,
     RowPlan,
@@ -36,6 +42,7 @@ from octavo.contracts import (
     TokenEvent,
     TokenLogprobs,
     TokenSampling,
+    TrafficReport,
 )
 from octavo.engine import Scheduler
 from octavo.errors import EngineError
@@ -45,10 +52,10 @@ VOCABULARY = 97
 
 def layout(*num_blocks: int, block_size: int = 4, window: int | None = None) -> KVLayout:
     """One full group, and with two numbers of blocks a second group with a sliding window (or full, without `window`)."""
-    groups = [KVGroup(layers=(0,))]
+    groups = [KVGroup(layers=(0,), bytes_per_token=8)]
     if len(num_blocks) == 2:
         retention = Retention.FULL if window is None else Retention.WINDOW
-        groups.append(KVGroup(layers=(1,), retention=retention, window=window))
+        groups.append(KVGroup(layers=(1,), retention=retention, window=window, bytes_per_token=8))
     return KVLayout(block_size=block_size, groups=tuple(groups), num_blocks=num_blocks)
 
 
@@ -171,17 +178,44 @@ class Faults:
     """These requests' rows fail with an error of their own when they sample."""
 
 
+Content = dict[int, tuple[int, int]]
+"""What a block holds: by offset, (position, content)."""
+
+
+@dataclass
+class FakeDisk:
+    """Files that outlive an executor."""
+
+    files: dict[BlockContent | str, Content] = field(default_factory=dict)
+    damaged: set[BlockContent] = field(default_factory=set)
+    fetch_steps: int = 1
+    """Steps that a fetch takes beside others."""
+    max_writes: int = 1000
+    """Files written between two reports; the rest is not saved."""
+
+
 class FakeExecutor:
     """`contracts.Executor` that checks every rule of a plan. `num_computed` counts positions computed in all."""
 
     def __init__(
-        self, layout: KVLayout, max_num_seqs: int, max_num_batched_tokens: int, faults: Faults | None = None
+        self,
+        layout: KVLayout,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        faults: Faults | None = None,
+        disk: FakeDisk | None = None,
     ) -> None:
         self.layout = layout
         self.faults = faults or Faults()
         self.plans: list[StepPlan] = []
         self.num_computed = 0
         self.closed = 0
+        self.disk = FakeDisk() if disk is None else disk
+        self.num_loaded = 0
+        self._outside: dict[BlockContent, Content] = {}
+        self._fetching: list[tuple[int, BlockContent]] = []
+        self._saved: list[BlockContent] = []
+        self._unsaved: list[BlockContent] = []
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._slots: dict[int, _Row] = {}
@@ -209,7 +243,7 @@ class FakeExecutor:
         if len(self.plans) in self.faults.sample:
             self._unknown_slots |= {row.slot for row in plan.rows} | set(plan.releases)
             raise RuntimeError("out of memory in sample")
-        return StepResult(step=plan.step, rows=results)
+        return StepResult(step=plan.step, rows=results, traffic=self._report(waits=not plan.rows))
 
     def close(self) -> None:
         self.closed += 1
@@ -217,7 +251,7 @@ class FakeExecutor:
     # --- applying and checking a plan ---------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
-        assert plan.rows, "an empty step"
+        assert plan.rows or self._fetching or (plan.traffic is not None and plan.traffic.fetches), "an empty step"
         assert len(plan.rows) <= self._max_num_seqs
         assert plan.num_tokens == sum(row.count for row in plan.rows) <= self._max_num_batched_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "two rows for a slot"
@@ -230,11 +264,56 @@ class FakeExecutor:
             assert 0 <= start.slot < self._max_num_seqs and start.slot not in self._slots, f"slot {start.slot} is taken"
             groups = len(self.layout.groups)
             self._slots[start.slot] = _Row(start, list(start.token_ids), [[] for _ in range(groups)], [0] * groups)
+        traffic = plan.traffic or BlockTraffic()
+        for save in traffic.saves:
+            self._save(save)
         for copy in plan.copies:
             self._copy(copy)
+        self._move(traffic)
         for row in plan.rows:
             self._grow(row)
         self._check_writes(plan)
+
+    def _save(self, save: BlockSave) -> None:
+        name = BlockContent(save.group, save.key)
+        memory, size = self._memory[save.group], self.layout.block_size
+        content = {offset: memory[save.block, offset] for offset in range(size) if (save.block, offset) in memory}
+        assert content, "a block is saved that was never written"
+        if save.medium is Medium.MEMORY:
+            assert name not in self._outside, "content is swapped out twice"
+            self._outside[name] = content
+        elif len(self._saved) + len(self._unsaved) < self.disk.max_writes:
+            self.disk.files[name] = content
+            self._saved.append(name)
+        else:
+            self._unsaved.append(name)
+
+    def _move(self, traffic: BlockTraffic) -> None:
+        for load in traffic.loads:
+            content = self._outside[BlockContent(load.group, load.key)]
+            for offset in range(self.layout.block_size):
+                self._memory[load.group].pop((load.block, offset), None)
+            self._memory[load.group].update({(load.block, offset): value for offset, value in content.items()})
+            self.num_loaded += 1
+        self._fetching += [(len(self.plans) + self.disk.fetch_steps, name) for name in traffic.fetches]
+        for name in traffic.drops:
+            self._outside.pop(name, None)
+        for file in traffic.deletes:
+            self.disk.files.pop(file, None)
+
+    def _report(self, *, waits: bool) -> TrafficReport:
+        due = [name for step, name in self._fetching if waits or step <= len(self.plans)]
+        self._fetching = [(step, name) for step, name in self._fetching if name not in due]
+        fetched = [name for name in due if name in self.disk.files and name not in self.disk.damaged]
+        self._outside |= {name: self.disk.files[name] for name in fetched}
+        report = TrafficReport(
+            saved=tuple(self._saved),
+            unsaved=tuple(self._unsaved),
+            fetched=tuple(fetched),
+            missing=tuple(name for name in due if name not in fetched),
+        )
+        self._saved, self._unsaved = [], []
+        return report
 
     def _copy(self, copy: BlockCopy) -> None:
         memory = self._memory[copy.group]
@@ -409,6 +488,9 @@ class Harness:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         max_pinned_tokens: int = 0,
+        swap_blocks: int = 0,
+        disk: FakeDisk | None = None,
+        disk_blocks: int = 0,
         namespace: bytes = b"model",
         faults: Faults | None = None,
         **scheduling: object,
@@ -422,18 +504,26 @@ class Harness:
         self.clock = Clock()
         self.layout = kv
         self.max_model_len = max_model_len
+        self.disk = disk or FakeDisk()
         self.scheduler = Scheduler(
             kv,
             config,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
             max_pinned_tokens=max_pinned_tokens,
+            swap_bytes=swap_blocks * 8 * kv.block_size,
+            disk=self._space(disk_blocks) if disk_blocks else None,
             namespace=namespace,
             clock=self.clock,
         )
-        self.executor = FakeExecutor(kv, max_num_seqs, max_num_batched_tokens, faults)
+        self.executor = FakeExecutor(kv, max_num_seqs, max_num_batched_tokens, faults, self.disk)
         self.outbox = CollectingOutbox()
         self.added: dict[str, GenerateRequest] = {}
+
+    def _space(self, num_blocks: int) -> DiskSpace:
+        size = 8 * self.layout.block_size
+        files = tuple(DiskFile(str(file), file, size) for file in self.disk.files if isinstance(file, BlockContent))
+        return DiskSpace(max_bytes=num_blocks * size, overhead_bytes=0, files=files)
 
     def add(self, *requests: GenerateRequest) -> None:
         for spec in requests:

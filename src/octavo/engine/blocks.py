@@ -13,7 +13,7 @@ This module does not know requests, tokens or what a key means.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from octavo.contracts import BlockId
 
@@ -29,10 +29,16 @@ def require(condition: bool, message: str) -> None:
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids 0..num_blocks-1, all blank at first and given out in ascending order."""
+    """`num_blocks` blocks with ids 0..num_blocks-1, all blank at first and given out in ascending order.
 
-    def __init__(self, num_blocks: int) -> None:
+    `on_eviction(block, keys)` is called before a cached block is given out.
+    """
+
+    def __init__(
+        self, num_blocks: int, on_eviction: Callable[[BlockId, tuple[bytes, ...]], None] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
+        self._on_eviction = on_eviction
         self._references = [0] * num_blocks
         self._keys: list[tuple[bytes, ...]] = [()] * num_blocks
         self._blank = [BlockId(block) for block in reversed(range(num_blocks))]
@@ -65,6 +71,8 @@ class BlockPool:
                 block = self._blank.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
+                if self._on_eviction is not None:
+                    self._on_eviction(block, self._keys[block])
                 self._forget(block)
             self._references[block] = 1
             taken.append(block)

@@ -9,19 +9,34 @@ Who holds a block: the tables, and nobody else. A block's content can be found b
 which the scheduler calls once the step that computed it has finished.
 
 Full blocks are shared. The block that a prompt ends in the midst of, its *tail*, is copied: who has the same prompt gets a copy of its
-own to go on writing, so that `n` choices compute their prompt once, and all of them together hold it once. This module does not
-know requests, steps or budgets.
+own to go on writing, so that `n` choices compute their prompt once, and all of them together hold it once. What is not in the pools may
+be outside (`offload`): then it is loaded into blocks of the sequence's own. This module does not know requests, steps or budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 
 import msgspec
 
-from octavo.contracts import NULL_BLOCK, BlockCopy, BlockId, KVGroup, KVLayout, Retention
+from octavo.contracts import (
+    NULL_BLOCK,
+    BlockContent,
+    BlockCopy,
+    BlockId,
+    BlockTraffic,
+    CacheStats,
+    DiskSpace,
+    KVGroup,
+    KVLayout,
+    Medium,
+    Retention,
+    TrafficReport,
+)
 from octavo.engine.blocks import BlockPool, require
+from octavo.engine.offload import CacheCounts, Fetch, Offload
 from octavo.engine.pins import Pins
 from octavo.engine.prefix import HashChain, PrefixHasher
 from octavo.errors import ConfigError
@@ -78,7 +93,9 @@ class SequenceBlocks:
     __slots__ = (
         "chain",
         "cut",
+        "fetch",
         "freed",
+        "has_looked",
         "num_claimed",
         "num_landed",
         "num_published",
@@ -87,6 +104,7 @@ class SequenceBlocks:
         "tables",
         "tail",
         "tail_key",
+        "wanted",
     )
 
     def __init__(self, num_groups: int, chain: HashChain | None) -> None:
@@ -102,6 +120,11 @@ class SequenceBlocks:
         self.tail = 0
         """Positions up to and with those of the tail that is to be offered once it is written; 0: none is."""
         self.tail_key = b""
+        self.wanted: list[BlockContent] = []
+        """What of it shall not be lost while it waits: to be swapped out on eviction, or fetched from disk."""
+        self.fetch: Fetch | None = None
+        self.has_looked = False
+        """Since it waits, it has been seen whether there is something to fetch from disk for it."""
         self.num_told = 0
         """Leading table entries that the executor has been told of, by `tell`."""
         self.cut = False
@@ -109,11 +132,15 @@ class SequenceBlocks:
 
 
 class Hit(msgspec.Struct, frozen=True):
-    """A cached beginning: its full blocks, all its tokens, and per group the block whose tail is to be copied (empty: none is)."""
+    """A cached beginning: its full blocks, all its tokens, and per group the block whose tail is to be copied (empty: none is; None: it is
+    loaded from memory). `num_host_tokens` and `num_disk_tokens` were found in memory outside of the pools, swapped out or fetched."""
 
     num_blocks: int
     num_tokens: int
-    tail: tuple[BlockId, ...] = ()
+    tail: tuple[BlockId | None, ...] = ()
+    tail_key: bytes = b""
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
 
 
 class Awaited(msgspec.Struct, frozen=True):
@@ -142,6 +169,8 @@ class KVManager:
         enable_prefix_caching: bool,
         max_num_batched_tokens: int,
         max_pinned_tokens: int = 0,
+        swap_bytes: int = 0,
+        disk: DiskSpace | None = None,
     ) -> None:
         if not layout.groups or len(layout.groups) != len(layout.num_blocks):
             raise ConfigError(
@@ -153,9 +182,17 @@ class KVManager:
             )
         if max_pinned_tokens and not enable_prefix_caching:
             raise ConfigError("--max-pinned-tokens needs --enable-prefix-caching", param="max_pinned_tokens")
+        if disk is not None and not enable_prefix_caching:
+            raise ConfigError("--kv-offloading-size needs --enable-prefix-caching", param="kv_offloading_size")
         self.layout = layout
         self.block_size = layout.block_size
-        self.pools = tuple(BlockPool(num_blocks) for num_blocks in layout.num_blocks)
+        self.counts = CacheCounts()
+        block_bytes = [group.bytes_per_token * layout.block_size for group in layout.groups]
+        self.offload = Offload(block_bytes, self.counts, swap_bytes=swap_bytes, disk=disk)
+        self._offloads = swap_bytes > 0 or disk is not None
+        self.pools = tuple(
+            BlockPool(num_blocks, partial(self._evicted, group)) for group, num_blocks in enumerate(layout.num_blocks)
+        )
         self.caching = enable_prefix_caching
         self._max_num_batched_tokens = max_num_batched_tokens
         self._hasher = PrefixHasher(namespace, layout.block_size)
@@ -167,6 +204,9 @@ class KVManager:
         self._claims: dict[bytes, SequenceBlocks] = {}
         """Keys of blocks and tails that are not published yet, and who is to compute them."""
         self._copies: list[BlockCopy] = []
+        self._parents: dict[bytes, bytes] = {}
+        """With a disk: the key before that of each full block in the first pool, if there is one."""
+        self._num_private = 0
         self.pins = Pins(len(layout.groups), max_pinned_tokens // layout.block_size)
 
     @property
@@ -176,7 +216,14 @@ class KVManager:
 
     def sequence(self, namespace: bytes) -> SequenceBlocks:
         """Empty tables for a sequence within a namespace of its own beside the model's."""
-        return SequenceBlocks(len(self.pools), self._hasher.chain(namespace) if self.caching else None)
+        if self.caching:
+            hashes: HashChain | None = self._hasher.chain(namespace)
+        elif self.offload.swaps:  # only the sequence itself is to find its blocks again
+            self._num_private += 1
+            hashes = self._hasher.chain(b"private:%d" % self._num_private)
+        else:
+            hashes = None
+        return SequenceBlocks(len(self.pools), hashes)
 
     # --- prefix lookup and admission --------------------------------------------------------------------------------
 
@@ -186,28 +233,48 @@ class KVManager:
         Changes nothing but the sequence's hash chain. The sequence must hold no blocks.
         """
         num_blocks = self.lookup(sequence, token_ids, max_tokens)
+        num_host = num_disk = 0
+        if self._offloads and sequence.chain is not None:
+            more = self.lookup(sequence, token_ids, max_tokens, self._is_ready)
+            # What another sequence loads already is soon to be shared.
+            if more > num_blocks and sequence.chain.keys[num_blocks] not in self._claims:
+                outside = self._outside(sequence, more)
+                if self.offload.is_cheaper(Medium.MEMORY, outside, (more - num_blocks) * self.block_size):
+                    from_disk = {content.key for content in outside if self.offload.is_from_disk(content)}
+                    num_disk = len(from_disk) * self.block_size
+                    num_host = (more - num_blocks - len(from_disk)) * self.block_size
+                    num_blocks = more
         num_tokens = num_blocks * self.block_size
         if sequence.chain is not None and num_tokens < max_tokens < num_tokens + self.block_size:
             key = sequence.chain.tail_key(token_ids, max_tokens)
-            blocks = [pool.find(key) for pool in self.pools]
-            tail = tuple(block for block in blocks if block is not None)
-            if len(tail) == len(blocks):
-                return Hit(num_blocks, max_tokens, tail)
-        return Hit(num_blocks, num_tokens)
+            tail = tuple(pool.find(key) for pool in self.pools)
+            ready = (block is not None or self._is_ready(group, key) for group, block in enumerate(tail))
+            if all(ready):
+                num_host += 0 if None not in tail else max_tokens - num_tokens
+                return Hit(num_blocks, max_tokens, tail, key, num_host, num_disk)
+        return Hit(num_blocks, num_tokens, num_host_tokens=num_host, num_disk_tokens=num_disk)
 
     def take(self, sequence: SequenceBlocks, hit: Hit) -> None:
-        """Fills empty tables with what `find` found just now. A tail needs a free block in each pool for its copy: see `take_copies`."""
+        """Fills empty tables with what `find` found just now. A tail needs a free block in each pool: see `take_copies`, `take_traffic`."""
         self.take_hit(sequence, hit.num_blocks)
-        if not hit.tail:
-            return
+        if hit.tail:
+            self._take_tail(sequence, hit)
+        self._stop_wanting(sequence)
+
+    def _take_tail(self, sequence: SequenceBlocks, hit: Hit) -> None:
         for pool, block in zip(self.pools, hit.tail, strict=True):
-            pool.touch(block)
+            if block is not None:
+                pool.touch(block)
         # Where this gives out the source itself, the copy is none.
         require(
             self.allocate(sequence, hit.num_tokens) is not None, "a tail was found, but there is no block for its copy"
         )
         for group, (source, table) in enumerate(zip(hit.tail, sequence.tables, strict=True)):
-            self._copies.append(BlockCopy(group, source, table[hit.num_blocks]))
+            if source is not None:
+                self._copies.append(BlockCopy(group, source, table[hit.num_blocks]))
+                self.counts.copied_blocks += 1
+            else:
+                self.offload.load(group, table[hit.num_blocks], hit.tail_key)
         self.slide(sequence, hit.num_tokens)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -215,31 +282,87 @@ class KVManager:
         copies, self._copies = tuple(self._copies), []
         return copies
 
-    def lookup(self, sequence: SequenceBlocks, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Longest cached beginning of `token_ids`, in blocks and at most `max_tokens` tokens, that is valid for all groups at once.
+    def take_traffic(self) -> BlockTraffic | None:
+        """What the next step moves into and out of the pools; told once."""
+        return self.offload.take_traffic()
 
-        Changes nothing but the sequence's hash chain. The sequence must hold no blocks.
+    def lookup(
+        self,
+        sequence: SequenceBlocks,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        is_there: Callable[[int, bytes], bool] | None = None,
+    ) -> int:
+        """Longest beginning of `token_ids`, in blocks and at most `max_tokens` tokens, that is valid for all groups at once.
+
+        `is_there(group, key)` says whether a block counts; by default those in the pools do. Changes nothing but the sequence's hash
+        chain. The sequence must hold no blocks.
         """
         num_blocks = max_tokens // self.block_size
         if sequence.chain is None or num_blocks <= 0:
             return 0
+        is_there = is_there or self._is_cached
         sequence.chain.extend(token_ids, num_blocks)
         keys = sequence.chain.keys
-        for pool, window in zip(self.pools, self._windows, strict=True):
+        for group, window in enumerate(self._windows):
             if window is None:
-                num_blocks = next((index for index in range(num_blocks) if pool.find(keys[index]) is None), num_blocks)
+                num_blocks = next(
+                    (index for index in range(num_blocks) if not is_there(group, keys[index])), num_blocks
+                )
         # A window may shorten the hit, which moves what every window needs: repeat until all agree.
         agreed = False
         while not agreed:
             agreed = True
-            for pool, window in zip(self.pools, self._windows, strict=True):
+            for group, window in enumerate(self._windows):
                 if window is not None:
                     first = self._first_needed(window, num_blocks * self.block_size)
                     backwards = reversed(range(first, num_blocks))
-                    miss = next((index for index in backwards if pool.find(keys[index]) is None), None)
+                    miss = next((index for index in backwards if not is_there(group, keys[index])), None)
                     if miss is not None:
                         num_blocks, agreed = miss, False
         return num_blocks
+
+    def _is_cached(self, group: int, key: bytes) -> bool:
+        return self.pools[group].find(key) is not None
+
+    def _is_ready(self, group: int, key: bytes) -> bool:
+        return self.pools[group].find(key) is not None or self.offload.is_ready(BlockContent(group, key))
+
+    def _is_reachable(self, group: int, key: bytes) -> bool:
+        return self.pools[group].find(key) is not None or self.offload.is_reachable(BlockContent(group, key))
+
+    def _outside(self, sequence: SequenceBlocks, hit: int) -> list[BlockContent]:
+        """What of the blocks that a hit needs is not in the pools, in ascending position."""
+        assert sequence.chain is not None
+        keys = sequence.chain.keys
+        firsts = [
+            0 if window is None else self._first_needed(window, hit * self.block_size) for window in self._windows
+        ]
+        return [
+            BlockContent(group, keys[index])
+            for index in range(min(firsts), hit)
+            for group, pool in enumerate(self.pools)
+            if index >= firsts[group] and pool.find(keys[index]) is None
+        ]
+
+    def _evicted(self, group: int, block: BlockId, keys: tuple[bytes, ...]) -> None:
+        self.counts.evicted_blocks += 1
+        if not self._offloads:
+            return
+        self.offload.evicted(group, block, keys)
+        # A file is of use only with those of the blocks before it. They are evicted later, perhaps never, and known for now.
+        for key in keys:
+            before = self._parents.pop(key, None) if group == 0 else self._parents.get(key)
+            while before is not None and (parent := self.pools[group].find(before)) is not None:
+                if not self.offload.save(group, parent, before):
+                    break
+                before = self._parents.get(before)
+
+    def _stop_wanting(self, sequence: SequenceBlocks) -> None:
+        self.offload.unwant(sequence.wanted)
+        sequence.wanted = []
+        sequence.fetch = None
+        sequence.has_looked = False
 
     def _first_needed(self, window: int, position: int) -> int:
         """Index of the first block that `position` and later ones attend to."""
@@ -249,7 +372,8 @@ class KVManager:
         """Whether a sequence with no blocks can take a hit of `hit` blocks and grow to `num_tokens` with `reserve[g]` free blocks left."""
         for group, pool, window, kept in zip(self.layout.groups, self.pools, self._windows, reserve, strict=True):
             first = 0 if window is None else self._first_needed(window, hit * self.block_size)
-            shared = sum(not pool.is_free(block) for block in self._hit_blocks(pool, sequence, first, hit))
+            found = self._hit_blocks(pool, sequence, first, hit)
+            shared = sum(block is not None and not pool.is_free(block) for block in found)
             if pool.num_free - kept < self._needed(group, num_tokens) - shared:
                 return False
         return True
@@ -267,7 +391,8 @@ class KVManager:
             0 if window is None else self._first_needed(window, hit * self.block_size) for window in self._windows
         )
         return [
-            set(self._hit_blocks(pool, sequence, first, hit)) for pool, first in zip(self.pools, firsts, strict=True)
+            {block for block in self._hit_blocks(pool, sequence, first, hit) if block is not None}
+            for pool, first in zip(self.pools, firsts, strict=True)
         ]
 
     def releasable(self, sequence: SequenceBlocks, besides: Sequence[set[BlockId]]) -> list[int]:
@@ -278,17 +403,28 @@ class KVManager:
         ]
 
     def take_hit(self, sequence: SequenceBlocks, hit: int) -> None:
-        """Fills empty tables with the first `hit` blocks found by `lookup`."""
+        """Fills empty tables with the first `hit` blocks found by `find`: shared, or loaded into blocks of its own."""
+        whole = hit
         for number, (pool, window) in enumerate(zip(self.pools, self._windows, strict=True)):
             first = 0 if window is None else self._first_needed(window, hit * self.block_size)
             table = sequence.tables[number]
             table.extend([NULL_BLOCK] * first)
             sequence.freed[number] = first
-            for block in self._hit_blocks(pool, sequence, first, hit):
-                pool.share(block)
+            found = self._hit_blocks(pool, sequence, first, hit)
+            for block in found:  # all of them first, so that none is given out for another
+                if block is not None:
+                    pool.share(block)
+            for index, block in enumerate(found, start=first):
+                if block is None:
+                    assert sequence.chain is not None
+                    (block,) = pool.allocate(1)
+                    self.offload.load(number, block, sequence.chain.keys[index])
+                    whole = min(whole, index)
                 table.append(block)
-        sequence.num_published = sequence.num_claimed = hit
-        sequence.num_landed = sequence.num_tokens = hit * self.block_size
+        # What is loaded is published, and counts as written, when the step that loads it has finished.
+        sequence.num_published = sequence.num_claimed = whole
+        sequence.num_landed = whole * self.block_size
+        sequence.num_tokens = hit * self.block_size
 
     def claim(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
         """Notes that the sequence computes the full blocks and the tail of `token_ids`, as far as no other does.
@@ -307,10 +443,13 @@ class KVManager:
             sequence.tail_key = sequence.chain.tail_key(token_ids, sequence.tail)
             self._claims.setdefault(sequence.tail_key, sequence)
 
-    def awaited(self, sequence: SequenceBlocks, token_ids: Sequence[int], hit: Hit, max_tokens: int) -> Awaited | None:
-        """What a sequence without blocks should wait for, beyond what `find` found: that which one other sequence is computing.
+    def awaited(
+        self, sequence: SequenceBlocks, token_ids: Sequence[int], hit: Hit, max_tokens: int
+    ) -> Awaited | Fetch | None:
+        """What a sequence without blocks should wait for, beyond what `find` found: that which one other sequence is computing, or what
+        comes from disk, which is then begun.
 
-        None when nobody computes what comes next, or when it is but a short tail.
+        None when nobody computes what comes next, or when it is but a short tail, and there is nothing on disk.
         """
         num_blocks = max_tokens // self.block_size
         if sequence.chain is None or hit.num_tokens >= max_tokens:
@@ -323,11 +462,29 @@ class KVManager:
             return None if tail_owner is None else Awaited(tail_owner, max_tokens)
         owner = self._claims.get(keys[hit.num_blocks])
         if owner is None:
-            return None
+            return self._fetch(sequence, token_ids, hit, max_tokens)
         end = hit.num_blocks + 1
         while end < num_blocks and self._claims.get(keys[end]) is owner:
             end += 1
         return Awaited(owner, end * self.block_size)
+
+    def _fetch(self, sequence: SequenceBlocks, token_ids: Sequence[int], hit: Hit, max_tokens: int) -> Fetch | None:
+        """What a sequence waits for from disk; once per wait, so that what is not to be had does not hold it up again."""
+        if not self._offloads:
+            return None
+        if not sequence.has_looked:
+            sequence.has_looked = True
+            reach = self.lookup(sequence, token_ids, max_tokens, self._is_reachable)
+            self.counts.disk_query_tokens += max_tokens // self.block_size * self.block_size - hit.num_tokens
+            if reach <= hit.num_blocks:
+                return None
+            outside = self._outside(sequence, reach)
+            num_tokens = (reach - hit.num_blocks) * self.block_size
+            if not self.offload.is_cheaper(Medium.DISK, outside, num_tokens):
+                return None
+            sequence.fetch = self.offload.fetch(outside)
+            sequence.wanted += sequence.fetch.contents if sequence.fetch is not None else ()
+        return None if sequence.fetch is None or sequence.fetch.is_over else sequence.fetch
 
     def _disclaim(self, sequence: SequenceBlocks, first: int, end: int) -> None:
         if sequence.chain is not None:
@@ -361,6 +518,7 @@ class KVManager:
             pool.release(table[index:])
             del table[index:]
             for block in self._hit_blocks(pool, sequence, index, index + found):
+                assert block is not None
                 pool.share(block)
                 table.append(block)
         self._disclaim(sequence, index, index + found)
@@ -381,13 +539,9 @@ class KVManager:
         return kept, new
 
     @staticmethod
-    def _hit_blocks(pool: BlockPool, sequence: SequenceBlocks, first: int, hit: int) -> list[BlockId]:
-        if hit == 0 or sequence.chain is None:
-            return []
-        found = [pool.find(key) for key in sequence.chain.keys[first:hit]]
-        blocks = [block for block in found if block is not None]
-        require(len(blocks) == len(found), "a prefix hit names a block that is not cached")
-        return blocks
+    def _hit_blocks(pool: BlockPool, sequence: SequenceBlocks, first: int, hit: int) -> list[BlockId | None]:
+        """Blocks `first` to `hit` - 1 of a hit; None where they are outside of the pool."""
+        return [] if sequence.chain is None else [pool.find(key) for key in sequence.chain.keys[first:hit]]
 
     def _needed(self, group: KVGroup, num_tokens: int) -> int:
         return blocks_needed(
@@ -447,24 +601,35 @@ class KVManager:
         sequence.chain.extend(token_ids, num_full)
         for index in range(sequence.num_published, num_full):
             key = sequence.chain.keys[index]
-            # No entry is NULL_BLOCK yet: windows free a block only when a later step needs it no more.
+            if index and self.offload.has_disk:
+                self._parents[key] = sequence.chain.keys[index - 1]
+            # What is computed is not freed yet: windows free a block only when a later step needs it no more. What was loaded may be.
             for pool, table in zip(self.pools, sequence.tables, strict=True):
-                pool.publish(table[index], key)
+                if table[index] != NULL_BLOCK:
+                    pool.publish(table[index], key)
         self._disclaim(sequence, sequence.num_published, num_full)
         sequence.num_published = num_full
         sequence.num_claimed = max(sequence.num_claimed, num_full)
 
-    def free(self, sequence: SequenceBlocks, token_ids: Sequence[int] = ()) -> None:
+    def free(self, sequence: SequenceBlocks, token_ids: Sequence[int] = (), *, resumes: bool = False) -> None:
         """Empties the tables. What was published stays findable until its blocks are given out again; the hash chain stays too.
 
         With `token_ids` the block in which the written positions end is offered as a tail: whoever goes on from there, this sequence
-        itself after a preemption or a beam that continues it, need not compute it again. It is the first to be evicted.
+        itself after a preemption or a beam that continues it, need not compute it again. It is the first to be evicted. With `resumes`
+        the sequence will go on: what it has is swapped out, should it be evicted meanwhile.
         """
+        self._stop_wanting(sequence)
         tail = sequence.num_landed // self.block_size if sequence.num_landed % self.block_size else None
+        tail_key = b""
         if tail is not None and sequence.chain is not None and token_ids:
-            key = sequence.chain.tail_key(token_ids, sequence.num_landed)
+            tail_key = sequence.chain.tail_key(token_ids, sequence.num_landed)
             for pool, table in zip(self.pools, sequence.tables, strict=True):
-                pool.publish(table[tail], key)
+                pool.publish(table[tail], tail_key)
+        if resumes and self.offload.swaps and sequence.chain is not None:
+            for group, freed in enumerate(sequence.freed):
+                keys = sequence.chain.keys[freed : sequence.num_published] + ([tail_key] if tail_key else [])
+                sequence.wanted += (BlockContent(group, key) for key in keys)
+            self.offload.want(sequence.wanted)
         for number, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
             if tail is not None:
                 pool.release(reversed(table[tail:]), worth_little=True)
@@ -477,6 +642,23 @@ class KVManager:
         sequence.num_published = sequence.num_claimed = 0
         sequence.num_landed = sequence.num_tokens = sequence.num_told = 0
         sequence.cut = False
+
+    def count_hit(self, hit: Hit) -> None:
+        """Counts what a starting prompt has found."""
+        self.counts.host_hit_tokens += hit.num_host_tokens
+        self.counts.disk_hit_tokens += hit.num_disk_tokens
+        self.counts.device_hit_tokens += hit.num_tokens - hit.num_host_tokens - hit.num_disk_tokens
+
+    def take_stats(self) -> CacheStats:
+        """What happened to the cache since the last call, with the present sizes."""
+        swap_bytes, disk_bytes = self.offload.used_bytes
+        pinned_tokens = max(self.pins.num_blocks) * self.block_size
+        return self.counts.take(swap_bytes=swap_bytes, disk_bytes=disk_bytes, pinned_tokens=pinned_tokens)
+
+    def landed(self, report: TrafficReport | None, num_tokens: int, step_s: float) -> None:
+        """A step that computed `num_tokens` has finished, with what its executor reports of blocks outside of the pools."""
+        self.offload.landed(report)
+        self.offload.note_step(num_tokens, step_s)
 
     def pin(self, sequence: SequenceBlocks, num_tokens: int) -> int:
         """Keeps the full blocks of a sequence's first `num_tokens` tokens, which are published, from being evicted.
@@ -493,7 +675,9 @@ class KVManager:
                 first = 0 if window is None else self._first_needed(window, num_blocks * self.block_size)
                 for index in range(first, num_blocks):
                     pool.publish(table[index], keys[index])  # an equal block that was findable instead may be gone
-                blocks.append(self._hit_blocks(pool, sequence, first, num_blocks))
+                blocks.append(
+                    [block for block in self._hit_blocks(pool, sequence, first, num_blocks) if block is not None]
+                )
             if not self.pins.fits(blocks):
                 return 0
             for pool, group in zip(self.pools, blocks, strict=True):
@@ -524,6 +708,8 @@ class KVManager:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks that no sequence holds, pinned ones included."""
         self.unpin_all()
+        self.offload.reset()
+        self._parents.clear()
         for pool in self.pools:
             pool.forget_free()
 
@@ -544,6 +730,7 @@ class KVManager:
             require(sequence.num_published * self.block_size <= sequence.num_tokens, "more blocks published than held")
             require(sequence.num_published <= sequence.num_claimed, "a published block was never claimed")
             require(sequence.num_landed <= sequence.num_tokens, "more positions are written than there is room for")
+        self.offload.check()
         for key, owner in self._claims.items():
             require(owner in sequences, "a sequence that holds no blocks claims to compute one")
             assert owner.chain is not None

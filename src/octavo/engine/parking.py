@@ -1,8 +1,8 @@
-"""Requests that wait for blocks which a running sequence is computing right now, instead of computing them again.
+"""Requests that wait for blocks which a running sequence is computing right now, or which come from disk, instead of computing them.
 
-A parked request holds nothing, so it can block nobody. It is ready as soon as the sequence it waits for has written the blocks, or has
-lost its tables: ended, failed or preempted. Then it goes back to the queue and is looked up anew. This module does not know
-queues, budgets or steps.
+A parked request holds nothing, so it can block nobody. It is ready as soon as what it waits for is there, or never will be: because the
+sequence has lost its tables (ended, failed or preempted), or the file was damaged. Then it goes back to the queue and is looked up
+anew. This module does not know queues, budgets or steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from octavo.contracts import RequestId
 from octavo.engine.kv import Awaited
+from octavo.engine.offload import Fetch
 from octavo.engine.request import Request
 
 
@@ -18,9 +19,9 @@ class Parking:
     """Parked requests. The scheduler parks no more than could run, so time linear in their number is fine."""
 
     def __init__(self) -> None:
-        self._parked: dict[RequestId, tuple[Request, Awaited]] = {}
+        self._parked: dict[RequestId, tuple[Request, Awaited | Fetch]] = {}
 
-    def add(self, request: Request, awaited: Awaited) -> None:
+    def add(self, request: Request, awaited: Awaited | Fetch) -> None:
         """Parks a request until what it waits for is there, or never will be."""
         self._parked[request.request_id] = request, awaited
 

@@ -55,9 +55,16 @@ class HashChain:
             keys.append(parent)
 
     def tail_key(self, token_ids: Sequence[int], num_tokens: int) -> bytes:
-        """Key of the block that the first `num_tokens` tokens end in the midst of: made as that of a full block, of fewer tokens."""
+        """Key of the block that the first `num_tokens` tokens end in the midst of: made as that of a full block, of fewer tokens, whose
+        number follows the digest.
+        """
         num_full = num_tokens // self._block_size
         self.extend(token_ids, num_full)
         tail = token_ids[num_full * self._block_size : num_tokens]
         parent = self.keys[num_full - 1] if num_full else self._root
-        return sha256(parent + struct.pack(f"<{len(tail)}I", *tail)).digest()
+        return sha256(parent + struct.pack(f"<{len(tail)}I", *tail)).digest() + struct.pack("<I", len(tail))
+
+
+def is_tail(key: bytes) -> bool:
+    """Whether a key is of a block that is not full."""
+    return len(key) > sha256().digest_size

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from octavo.config import SchedulerConfig
 from octavo.contracts import (
+    DiskSpace,
     EngineOutput,
     FinishReason,
     ForwardWork,
@@ -79,6 +80,8 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         max_pinned_tokens: int = 0,
+        swap_bytes: int = 0,
+        disk: DiskSpace | None = None,
         namespace: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +97,8 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             max_num_batched_tokens=self._budget,
             max_pinned_tokens=max_pinned_tokens,
+            swap_bytes=swap_bytes,
+            disk=disk,
         )
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
@@ -257,7 +262,8 @@ class Scheduler:
         if len(self._policy):
             self._admit(work, starts, preempted, now_s)
         self._use_up(work)
-        require(len(work) == len(self._running) > 0, "requests are unfinished but some running one, or all, cannot run")
+        require(len(work) == len(self._running), "a running request is not in the step")
+        require(bool(work) or self._kv.offload.is_fetching_any, "requests are unfinished but none can run")
         rows = [self._row(request, count) for request, count in work.items()]
         for request in work:
             request.in_flight = True
@@ -271,6 +277,7 @@ class Scheduler:
             rows=tuple(rows),
             num_tokens=self._count(work),
             copies=self._kv.take_copies(),
+            traffic=self._kv.take_traffic(),
         )
 
     def _expire(self, now_s: float) -> None:
@@ -381,6 +388,7 @@ class Scheduler:
             if awaited is not None and self._has_slot(request):
                 self._policy.take(request)
                 self._parking.add(request, awaited)
+                self._kv.counts.waits += 1
                 continue
             if remaining > budget and not self._chunked:
                 break
@@ -481,6 +489,7 @@ class Scheduler:
             if self._kv.caching and request.prompt_logprobs is None:
                 self._tally.prefix_cache_queries += request.num_prompt_tokens
                 self._tally.prefix_cache_hits += hit.num_tokens
+                self._kv.count_hit(hit)
 
     def _slot_start(self, request: Request) -> SlotStart:
         assert request.slot is not None
@@ -514,7 +523,7 @@ class Scheduler:
         request.move(Status.PREEMPTED)
         request.num_preemptions += 1
         request.num_computed = 0
-        self._release(request)
+        self._release(request, resumes=True)
         request.is_long = self._is_long(request)
         self._policy.put_back(request)
         self._tally.num_preemptions += 1
@@ -527,6 +536,7 @@ class Scheduler:
         `step_s` is how long the step took.
         """
         now_s = self._clock()
+        self._kv.landed(result.traffic, plan.num_tokens, step_s)
         for row, outcome, request in zip(plan.rows, result.rows, self._landed(), strict=True):
             if outcome.error is None:
                 request.num_computed = row.start + row.count
@@ -564,6 +574,7 @@ class Scheduler:
 
         Nobody knows how much of the plan the executor applied, so the next plan releases its slots and repeats its releases.
         """
+        self._kv.offload.failed(plan.traffic)
         for request in self._landed():
             if request.status is Status.FINISHED:
                 self._release(request)
@@ -625,8 +636,8 @@ class Scheduler:
         if not request.in_flight:
             self._release(request)
 
-    def _release(self, request: Request) -> None:
-        self._kv.free(request.blocks, request.token_ids)
+    def _release(self, request: Request, *, resumes: bool = False) -> None:
+        self._kv.free(request.blocks, request.token_ids, resumes=resumes)
         if request.slot is not None:
             self._free_slots.append(request.slot)
             self._releases.append(request.slot)
@@ -643,6 +654,7 @@ class Scheduler:
             num_waiting=num_waiting,
             num_deferred=len(self._parking) + self._policy.num_held(self._partial, self._bounds.most),
             kv_usage=kv_usage,
+            cache=self._kv.take_stats(),
             step_s=step_s,
             work=work,
         )
@@ -685,9 +697,11 @@ class Scheduler:
             room, computed = request.blocks.num_tokens, request.num_computed
             require(computed <= room, f"{request.request_id}: {computed} tokens computed, room for {room}")
             require(computed < request.num_known, f"{request.request_id} runs but has nothing to compute")
-            published = computed // self._kv.block_size if self._kv.caching else 0
+            full = computed // self._kv.block_size if request.blocks.chain is not None else 0
+            published = request.blocks.num_published
+            # What is loaded in the step in flight is published after it.
             require(
-                request.blocks.num_published == published,
+                published == full or (request.in_flight and published < full),
                 f"{request.request_id}: published blocks are not the computed ones",
             )
         self._kv.check(request.blocks for request in holders)

@@ -5,7 +5,7 @@ This module does not know what the numbers mean or who reads them.
 
 from __future__ import annotations
 
-from octavo.contracts import EngineOutput, ForwardWork, RequestTimes, StepStats, TokenEvent
+from octavo.contracts import CacheStats, EngineOutput, ForwardWork, RequestTimes, StepStats, TokenEvent
 
 
 class Tally:
@@ -34,6 +34,7 @@ class Tally:
         num_waiting: int,
         num_deferred: int,
         kv_usage: float,
+        cache: CacheStats,
         step_s: float,
         work: ForwardWork | None,
     ) -> EngineOutput:
@@ -46,6 +47,7 @@ class Tally:
                 num_waiting=num_waiting,
                 num_deferred=num_deferred,
                 kv_usage=kv_usage,
+                cache=cache,
                 num_prompt_tokens=self.num_prompt_tokens,
                 num_generated_tokens=self.num_generated_tokens,
                 num_prefill_rows=self.num_prefill_rows,

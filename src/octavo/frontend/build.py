@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.config import Config, ModelConfig, SchedulerConfig, ServerConfig
-from octavo.contracts import Executor, Inbox, KVGroup, KVLayout, Outbox
+from octavo.contracts import DiskSpace, Executor, Inbox, KVGroup, KVLayout, Outbox
 from octavo.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.frontend.link import ChildLink, EngineLink, Hooks, Progress, ThreadLink
 from octavo.frontend.model import ServedModel
@@ -267,8 +267,10 @@ def load_back(
     """
     from octavo.backends import make_backend
     from octavo.engine import Scheduler
+    from octavo.loaders.catalogue import cache_folder
     from octavo.obs.machine import free_memory_bytes
-    from octavo.runner.load import load_model, read_spec
+    from octavo.runner.kv_files import OVERHEAD_BYTES, KVFiles
+    from octavo.runner.load import content_digest, load_model, read_spec
     from octavo.runner.model_runner import ModelRunner
 
     spec = read_spec(checkpoint)
@@ -286,6 +288,7 @@ def load_back(
         kv_dtype=config.cache.kv_cache_dtype,
         progress=progress,
     )
+    files: KVFiles | None = None
     try:
         budget = budget_memory(
             config,
@@ -295,19 +298,36 @@ def load_back(
             loaded.model.weight_bytes,
         )
         scheduling = resolve_scheduler(config.scheduler, budget.max_model_len)
+        namespace = _namespace(checkpoint.digest, loaded.model.arithmetic, budget.layout)
+        disk_bytes = int(config.cache.kv_offloading_size * (1 << 30))
+        if disk_bytes:
+            # Files outlive this process: only what the weights hold, not when they were written, may tell them apart.
+            namespace = _namespace(content_digest(checkpoint, spec), loaded.model.arithmetic, budget.layout)
+            folder = config.cache.kv_offloading_folder
+            files = KVFiles(Path(folder).expanduser() if folder else cache_folder().parent / "kv", namespace)
         scheduler = Scheduler(
             budget.layout,
             scheduling,
             max_model_len=budget.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             max_pinned_tokens=config.cache.max_pinned_tokens,
-            namespace=_namespace(checkpoint, loaded.model.arithmetic, budget.layout),
+            swap_bytes=int(config.cache.swap_space * (1 << 30)),
+            disk=None
+            if files is None
+            else DiskSpace(max_bytes=disk_bytes, overhead_bytes=OVERHEAD_BYTES, files=files.scan()),
+            namespace=namespace,
         )
         executor = ModelRunner(
-            loaded.model, budget.layout, max_num_seqs=scheduling.max_num_seqs, max_model_len=budget.max_model_len
+            loaded.model,
+            budget.layout,
+            max_num_seqs=scheduling.max_num_seqs,
+            max_model_len=budget.max_model_len,
+            kv_files=files,
         )
     except BaseException:
         loaded.model.close()
+        if files is not None:
+            files.close()
         raise
     facts = EngineFacts(
         max_model_len=budget.max_model_len,
@@ -475,9 +495,9 @@ def _check_family(hf_config: Mapping[str, Any]) -> None:
         find_family("hf", architectures[0]).from_hf(hf_config)
 
 
-def _namespace(checkpoint: Checkpoint, arithmetic: str, layout: KVLayout) -> bytes:
-    """What decides the bits of KV content besides the tokens."""
-    return hashlib.sha256(f"{checkpoint.digest.hex()}|{arithmetic}|{layout.block_size}".encode()).digest()
+def _namespace(weights: bytes, arithmetic: str, layout: KVLayout) -> bytes:
+    """What decides the bytes of KV content besides the tokens."""
+    return hashlib.sha256(f"{weights.hex()}|{arithmetic}|{layout.block_size}|{layout.groups}".encode()).digest()
 
 
 def _text(num_bytes: int) -> str:

@@ -5,9 +5,12 @@ Everything that can be refused is refused by name before the backend allocates a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 
 from octavo.backends.base import Backend, BackendModel, DType, KVDType, Progress
 from octavo.errors import ModelFileError, UnsupportedModelError
@@ -58,6 +61,24 @@ def canonical_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, RawT
         canonical: _checked(checkpoint.tensors, names[canonical], shape)
         for canonical, shape in spec.weight_shapes().items()
     }
+
+
+def content_digest(checkpoint: Checkpoint, spec: ModelSpec) -> bytes:
+    """SHA-256 over all that decides a model's results: its spec, and names, shapes, formats and bytes of its weights. Reads them all."""
+    tensors = canonical_tensors(checkpoint, spec)
+
+    def digest(name: str) -> bytes:
+        tensor = tensors[name]
+        own = hashlib.sha256(f"{name} {tensor.shape} {tensor.format.name}\n".encode())
+        own.update(np.ascontiguousarray(tensor.data).data)
+        return own.digest()
+
+    with ThreadPoolExecutor() as pool:  # hashing goes on without the GIL
+        parts = pool.map(digest, sorted(tensors))
+        whole = hashlib.sha256(repr(spec).encode())
+        for part in parts:
+            whole.update(part)
+    return whole.digest()
 
 
 def _checked(tensors: Mapping[str, RawTensor], name: str, shape: tuple[int, ...]) -> RawTensor:

@@ -6,7 +6,6 @@ It owns per-slot arrays (known tokens, block tables) and the model's memory. Kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -26,6 +25,8 @@ from octavo.contracts import (
     TokenLogprobs,
 )
 from octavo.errors import EngineError
+from octavo.runner.kv_files import KVFiles
+from octavo.runner.offload import BlockMover
 
 MIN_LOGIT_ROWS = 64
 """A forward returns at most this many rows of logits, or one per slot where there are more slots.
@@ -56,10 +57,19 @@ class _Outcome(msgspec.Struct):
 class ModelRunner:
     """`Executor` on a loaded model. One thread calls it."""
 
-    def __init__(self, model: BackendModel, layout: KVLayout, *, max_num_seqs: int, max_model_len: int) -> None:
-        """Allocates the KV cache and takes over the model: `close` closes it."""
+    def __init__(
+        self,
+        model: BackendModel,
+        layout: KVLayout,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        kv_files: KVFiles | None = None,
+    ) -> None:
+        """Allocates the KV cache and takes over model and files: `close` closes them."""
         model.allocate_kv(layout)
         self._model = model
+        self._mover = BlockMover(model, kv_files)
         self._sampler = model.make_sampler(max_num_seqs)
         self._max_logit_rows = max(MIN_LOGIT_ROWS, max_num_seqs)
         blocks_per_row = -(-max_model_len // layout.block_size)
@@ -88,6 +98,7 @@ class ModelRunner:
         """Closes the model. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._mover.close()
             self._model.close()
 
     # --- slots ------------------------------------------------------------------------------------------------------
@@ -123,16 +134,19 @@ class ModelRunner:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
-        """Copies blocks, then computes and samples the rows of a submitted plan."""
-        for group, copies in groupby(plan.copies, key=lambda copy: copy.group):
-            pairs = np.array([(copy.source, copy.target) for copy in copies], np.int32)
-            self._model.copy_blocks(group, np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]))
+        """Moves blocks, then computes and samples the rows of a submitted plan."""
+        self._mover.move(plan.traffic, plan.copies)
         outcomes = [_Outcome() for _ in plan.rows]
         work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):
             self._run_piece(segments, outcomes, masks)
             work = _sum(work, self._model.last_work)
-        return StepResult(step=plan.step, rows=tuple(map(_row_result, plan.rows, outcomes)), work=work)
+        return StepResult(
+            step=plan.step,
+            rows=tuple(map(_row_result, plan.rows, outcomes)),
+            work=work,
+            traffic=self._mover.report(waits=not plan.rows),
+        )
 
     def _pieces(self, rows: Sequence[RowPlan]) -> Iterator[list[_Segment]]:
         """Cuts a step into forwards of at most `_max_logit_rows` rows of logits; nearly always there is one."""
