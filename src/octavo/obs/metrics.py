@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from octavo.contracts import FinishReason, ForwardWork, RequestTimes, StepStats
+from octavo.obs.cache_metrics import CacheMetrics
 from octavo.obs.events import EngineStateChanged, Event, HttpRequestDone, RequestReceived, RequestRefused, StepCompleted
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -89,6 +90,7 @@ class Metrics(Collector):
         self._cache_info: dict[str, str] = {}
         self._latest = StepStats(step=0, num_running=0, num_waiting=0, kv_usage=0.0)
         self._work: ForwardWork | None = None
+        self._cache = CacheMetrics()
         self._counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self._errors: dict[str, int] = {}
@@ -145,6 +147,8 @@ class Metrics(Collector):
             histograms["step_decode_rows"].observe(stats.num_decode_rows)
         counters["prefix_cache_queries"] += stats.prefix_cache_queries
         counters["prefix_cache_hits"] += stats.prefix_cache_hits
+        if stats.cache is not None:
+            self._cache.add(stats.cache)
         if stats.num_prompt_tokens or stats.num_generated_tokens:
             histograms["iteration_tokens_total"].observe(stats.num_prompt_tokens + stats.num_generated_tokens)
         for value in stats.ttft_s:
@@ -197,6 +201,7 @@ class Metrics(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
             counter.add_metric(self._labels, self._counters[name])
             yield counter
+        yield from self._cache.collect(self._labels)
         success = CounterMetricFamily(
             "vllm:request_success", "Ended sequences by reason.", labels=(*names, "finished_reason")
         )

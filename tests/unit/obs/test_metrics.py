@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.contracts import FinishReason, ForwardWork, RequestId, RequestTimes, StepStats
+from octavo.contracts import CacheStats, FinishReason, ForwardWork, RequestId, RequestTimes, StepStats
 from octavo.obs.events import EngineStateChanged, EventLog, HttpRequestDone, RequestRefused, StepCompleted
 from octavo.obs.metrics import Metrics
 
@@ -128,3 +128,31 @@ def test_a_broken_sink_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
         log.emit(EngineStateChanged("ready"))
         log.emit(EngineStateChanged("dead"))
     assert len(seen) == 2
+
+
+def test_the_cache_is_counted_by_source_and_by_what_happened() -> None:
+    metrics = Metrics("m")
+    idle = StepStats(step=1, num_running=0, num_waiting=0, kv_usage=0.0)
+    for swap_bytes in (70, 50):
+        cache = CacheStats(
+            device_hit_tokens=16, host_hit_tokens=32, disk_hit_tokens=48, disk_query_tokens=64, waits=1, evicted_blocks=5,
+            copied_blocks=2, swapped_out_blocks=3, swapped_in_blocks=1, saved_files=4, unsaved_files=1, fetched_files=3, missing_files=2,
+            write_bytes=100, write_s=0.25, fetch_bytes=300, fetch_s=0.5, swap_bytes=swap_bytes, disk_bytes=900, pinned_tokens=32,
+        )  # fmt: skip
+        metrics(StepCompleted(msgspec.structs.replace(idle, cache=cache)))
+    metrics(StepCompleted(idle))
+    assert value(metrics, "vllm:prompt_tokens_cached_total", model_name="m") == 192
+    for source, tokens in (("device", 32), ("host", 64), ("disk", 96)):
+        assert value(metrics, "vllm:prompt_tokens_cached_by_source_total", source=source) == tokens
+    for name, expected in (
+        ("vllm:external_prefix_cache_queries_total", 128), ("vllm:external_prefix_cache_hits_total", 96),
+        ("vllm:kv_offload_store_bytes_total", 200), ("vllm:kv_offload_store_time_total", 0.5),
+        ("vllm:kv_offload_load_bytes_total", 600), ("vllm:kv_offload_load_time_total", 1.0),
+        ("octavo:kv_block_evictions_total", 10), ("octavo:kv_block_copies_total", 4), ("octavo:prefix_cache_waits_total", 2),
+        ("octavo:swap_used_bytes", 50), ("octavo:kv_files_bytes", 900), ("octavo:pinned_tokens", 32),
+    ):  # fmt: skip
+        assert value(metrics, name) == expected, name
+    for direction, blocks in (("out", 6), ("in", 2)):
+        assert value(metrics, "octavo:swap_blocks_total", direction=direction) == blocks
+    for event, files in (("saved", 8), ("unsaved", 2), ("fetched", 6), ("missing", 4)):
+        assert value(metrics, "octavo:kv_files_total", event=event) == files
