@@ -219,13 +219,12 @@ class Offload:
         if content in self._files:
             return False
         num_bytes = self._block_bytes[group] + self._disk.overhead_bytes
-        if content in self._traffic.deletes:  # the file is still there
-            del self._traffic.deletes[content]
-            self._add_file(content, num_bytes)
-            return False
         if not self._make_room(num_bytes):
             return False
         self._add_file(content, num_bytes)
+        if content in self._traffic.deletes:  # the file is still there
+            del self._traffic.deletes[content]
+            return False
         self._unusable.add(content)
         self._traffic.saves.append(BlockSave(group, block, key, Medium.DISK))
         return True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.contracts import BlockContent, KVLayout, StepPlan
+from octavo.contracts import BlockContent, BlockId, DiskFile, DiskSpace, KVLayout, StepPlan
+from octavo.engine.offload import CacheCounts, Offload
 from support.fake_executor import Answer, FakeDisk, Faults, Harness, alone, layout, request
 
 FIRST, SECOND = range(24), range(40, 64)
@@ -150,6 +151,15 @@ def test_files_are_bounded_and_the_least_recently_used_go_first() -> None:
         while harness.step() is not None:
             assert len(harness.disk.files) <= 6
     assert 0 < len(harness.disk.files) <= 6
+
+
+def test_a_file_about_to_be_deleted_is_kept_only_where_there_is_room() -> None:
+    old = DiskFile("a", BlockContent(0, b"a"), 10)
+    offload = Offload([10], CacheCounts(), disk=DiskSpace(max_bytes=10, overhead_bytes=0, files=(old,)))
+    assert offload.save(0, BlockId(1), b"b")  # makes room by deleting the old file, in the next step
+    assert not offload.save(0, BlockId(2), b"a")
+    offload.check()
+    assert offload.used_bytes == (0, 10)
 
 
 def test_what_cannot_be_written_is_not_relied_on() -> None:
