@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.cli.bench_load import add_costs, add_scenario, add_serve, add_simulate
 from octavo.cli.bench_output import add_result_flags, bar, byte_bar, warn_if_loaded, write_result
+from octavo.cli.bench_structured import add_structured
 from octavo.cli.flags import Parser, add_flags
 from octavo.errors import ConfigError
 
@@ -37,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
     add_costs(verbs)
     add_simulate(verbs)
     add_scenario(verbs)
+    add_structured(verbs)
     _add_synthesize(verbs)
     _add_report(verbs)
 

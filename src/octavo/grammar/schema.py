@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
@@ -52,11 +52,15 @@ def prepare_schema(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
     if not spec.lenient:
         for subschema in _subschemas(schema, field):
             _check_min_properties(subschema, field)
-    prepared = dict(schema)
-    prepared[_OPTIONS] = _options(spec, _text_of(schema))
+    text = json.dumps(schema, ensure_ascii=False)
+    prepared = dict(_changed(schema, _narrowed) if '"exclusiveM' in text else schema)
+    prepared[_OPTIONS] = _options(spec, text)
     return prepared
 
 
+_NEARLY = 1e-9
+_WHOLE = 10**6
+"""Above it a float64 has no room for a distance of `_NEARLY`, times the number, that is worth keeping."""
 _KNOWN_FORMATS = frozenset(
     {
         "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -65,26 +69,48 @@ _KNOWN_FORMATS = frozenset(
 _LOOKAROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
 
 
-def known_schema(schema: Any, depth: int = 0) -> Any:
+def known_schema(schema: Any) -> Any:
     """A copy without formats and patterns that llguidance does not have, for those who would rather do without them."""
-    if depth > MAX_DEPTH:
-        return schema
+
+    def known(name: str, value: Any) -> bool:
+        if name == "format":
+            return not isinstance(value, str) or value in _KNOWN_FORMATS
+        return name != "pattern" or not isinstance(value, str) or _is_plain_pattern(value)
+
+    return _changed(schema, lambda own: {name: value for name, value in own.items() if known(name, value)})
+
+
+def _narrowed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with exclusive bounds that are whole numbers moved inwards by next to nothing, as inclusive ones.
+
+    llguidance 1.9 lets the bare number through when the other bound has the same whole part: 10 for more than 10 and at most 10.5.
+    """
+    narrowed = dict(schema)
+    for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+        bound = schema.get(exclusive)
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or bound != bound // 1 or abs(bound) > _WHOLE:
+            continue
+        moved = bound + sign * max(_NEARLY, abs(bound) * _NEARLY)
+        other = schema.get(inclusive)
+        if isinstance(other, (int, float)) and not isinstance(other, bool):
+            moved = max(moved, other) if sign > 0 else min(moved, other)
+        del narrowed[exclusive]
+        narrowed[inclusive] = moved
+    return narrowed
+
+
+def _changed(schema: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], depth: int = 0) -> Any:
+    """A copy with the keywords of every subschema changed. What is nested too deeply is left as it is."""
     if isinstance(schema, list):
-        return [known_schema(one, depth + 1) for one in schema]
-    if not isinstance(schema, Mapping):
+        return [_changed(one, change, depth) for one in schema]
+    if depth > MAX_DEPTH or not isinstance(schema, Mapping):
         return schema
-    result = {}
-    for name, value in schema.items():
-        if name == "format" and isinstance(value, str) and value not in _KNOWN_FORMATS:
-            continue
-        if name == "pattern" and isinstance(value, str) and not _is_plain_pattern(value):
-            continue
+    result = dict(change(schema))
+    for name, value in result.items():
         if name in _MAPS and isinstance(value, Mapping):
-            result[name] = {key: known_schema(one, depth + 1) for key, one in value.items()}
+            result[name] = {key: _changed(one, change, depth + 1) for key, one in value.items()}
         elif name in _LISTS or name in _ONES:
-            result[name] = known_schema(value, depth + 1)
-        else:
-            result[name] = value
+            result[name] = _changed(value, change, depth + 1)
     return result
 
 
@@ -103,10 +129,6 @@ def _options(spec: GrammarSpec, text: str) -> dict[str, Any]:
     if "\\u00" not in text and "\x7f" not in text:
         options["json_allowed_escapes"] = _ESCAPES
     return options
-
-
-def _text_of(schema: Any) -> str:
-    return json.dumps(schema, ensure_ascii=False)
 
 
 def _subschemas(schema: Mapping[str, Any], field: str) -> Iterator[Mapping[str, Any]]:

@@ -82,6 +82,15 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         # A name may be written in one way only, so that none is hidden from its schema.
         ("json", {"type": "object", "properties": {"a": {"type": "integer"}}}, ['{"b":1}'], ['{"\\u0061":"x"}']),
         ("json", {"const": "\u0001"}, ['"\\u0001"'], ['"a"']),
+        # llguidance 1.9 by itself lets 10 through here.
+        (
+            "json",
+            {"type": "number", "exclusiveMinimum": 10, "maximum": 10.5},
+            ["10.1", "10.5"],
+            ["10", "10.0", "10.50001"],
+        ),
+        ("json", {"type": "number", "minimum": -10.5, "exclusiveMaximum": -10}, ["-10.5", "-10.01"], ["-10", "-10.0"]),
+        ("json", {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 6}, ["4", "5"], ["3", "6"]),
         ("regex", r"\d{2}/x", ["12/x"], ["1/x", "12/xx", "\u0661\u0662/x"]),
         ("choice", ["yes", "no", "no way"], ["yes", "no", "no way"], ["maybe", "no wa", "yess"]),
         ("grammar", 'root ::= "a" [0-9]+', ["a1", "a123"], ["a", "b"]),
