@@ -198,3 +198,13 @@ def test_offline_in_a_child_process() -> None:
                 SamplingParams(structured_outputs=StructuredOutputsParams(json={"uniqueItems": True})),
                 use_tqdm=False,
             )
+
+
+def test_tools_are_told_offline() -> None:
+    with LLM(MODEL, max_model_len=512, kv_cache_memory="16M") as llm:
+        ask = [{"role": "user", "content": "Hi"}]
+        plain = llm.chat(ask, SamplingParams(max_tokens=1), use_tqdm=False)
+        tool = {"type": "function", "function": {"name": "weather"}}
+        told = llm.chat(ask, SamplingParams(max_tokens=1), tools=[tool], use_tqdm=False)
+        assert "weather" in str(told[0].prompt)
+        assert len(told[0].prompt_token_ids) > len(plain[0].prompt_token_ids)

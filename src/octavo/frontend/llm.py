@@ -27,6 +27,7 @@ from octavo.frontend.outputs import CompletionOutput, Delta, Logprob, LogprobEnt
 from octavo.frontend.params import SamplingParams
 from octavo.frontend.requests import Prepared, RequestBuilder
 from octavo.frontend.stream import StreamTable, merge
+from octavo.frontend.tools import Reading, parse_tools
 
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
@@ -118,10 +119,14 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of messages) or many, through the model's chat template. Else like
         `generate`.
+
+        tools: told to the model, in OpenAI's form. Calls stand in the text as the model writes them.
         """
+        told = Reading(tools=parse_tools(tools, None, None))
         conversations: list[Any] = [messages] if _is_one_conversation(messages) else list(messages)
         params = self._per_prompt(sampling_params, len(conversations))
         return self._run(
@@ -132,6 +137,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template_kwargs=chat_template_kwargs,
+                    reading=told,
                 )
                 for conversation, one in zip(conversations, params, strict=True)
             ],

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import msgspec
-import numpy as np
 import pytest
-from llguidance import LLMatcher
 
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
 from octavo.grammar import CallsSpec, GrammarKind, GrammarSpec, Reasoning, ToolSpec
 from octavo.grammar.source import source_of
 from octavo.grammar.tokens import TokenTable, make_tokenizer
 from octavo.text.calls import CALL_FORMATS, Kind, ReasoningParser, Router
+from support.walks import matcher_of, walk
 
 SPECIALS = (
     "<eos>",
@@ -31,6 +29,8 @@ SPECIALS = (
 PIECES = (*(bytes([byte]) for byte in range(256)), *(text.encode() for text in SPECIALS))
 EOS = 256
 TABLE = TokenTable(pieces=PIECES, special_ids=tuple(range(256, len(PIECES))), eos_ids=(EOS,))
+ENDINGS = (b"</arg_value>\n", b"\n</parameter>\n")
+"""Free text ends only where these are written."""
 IDS = {text: 256 + index for index, text in enumerate(SPECIALS)}
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -72,41 +72,6 @@ def grammar(calls: CallsSpec, reasoning: Reasoning | None = None, specials: dict
     return source_of(GrammarSpec(kind=GrammarKind.CALLS, text=text, field="tools", reasoning=reasoning), specials)
 
 
-def matcher_of(tokenizer: Any, source: str) -> Any:
-    matcher = LLMatcher(tokenizer, source, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
-
-
-def walk(tokenizer: Any, source: str, seed: int) -> str:
-    """A random output that the grammar allows, drawn to its end."""
-    rng = random.Random(seed)
-    matcher = matcher_of(tokenizer, source)
-    data = b""
-    planned: list[int] = []
-    for step in range(3000):
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        options = np.flatnonzero(bits[: len(PIECES)]).tolist()
-        assert options, data
-        if EOS in options and (rng.random() < 0.5 or options == [EOS] or step > 400):
-            return data.decode()
-        options = [token for token in options if token != EOS]
-        closing = [token for token in options if PIECES[token] in (b'"', b"<", b"}", b"\n", b")", b"]")]
-        printable = [token for token in options if 32 <= token < 127 or token > EOS]
-        token = rng.choice(closing if closing and rng.random() < 0.4 else printable or options)
-        if not planned and rng.random() < 0.1:  # free text ends only where its end is written
-            planned = list(rng.choice((b"</arg_value>\n", b"\n</parameter>\n")))
-        if planned:
-            following = planned.pop(0)
-            if following in options:
-                token = following
-            else:
-                planned.clear()
-        assert matcher.consume_token(token)
-        data += PIECES[token]
-    raise AssertionError(f"no end: {data!r:.200}")
-
-
 def parsed(name: str, text: str, reasoning: bool = False) -> tuple[str, list[tuple[str, Any]]]:
     router = Router(ReasoningParser(begun=False) if reasoning else None, CALL_FORMATS[name](TOOLS))
     content, calls = "", []
@@ -128,7 +93,7 @@ def test_required_calls_fit_their_schemas(tokenizer: Any, name: str) -> None:
     source = grammar(calls_spec(name))
     seen: set[str] = set()
     for seed in range(12):
-        text = walk(tokenizer, source, seed)
+        text = walk(tokenizer, PIECES, EOS, source, seed, endings=ENDINGS)
         content, calls = parsed(name, text)
         assert calls, text
         assert not content.strip(), text
@@ -141,7 +106,9 @@ def test_required_calls_fit_their_schemas(tokenizer: Any, name: str) -> None:
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_one_call_where_one_is_allowed(tokenizer: Any, name: str) -> None:
     source = grammar(calls_spec(name, parallel=False))
-    assert {len(parsed(name, walk(tokenizer, source, seed))[1]) for seed in range(8)} == {1}
+    assert {len(parsed(name, walk(tokenizer, PIECES, EOS, source, seed, endings=ENDINGS))[1]) for seed in range(8)} == {
+        1
+    }
 
 
 EXAMPLE = {

@@ -196,10 +196,10 @@ def test_rows_do_not_depend_on_each_other(pool: MatcherPool, tokenizer: Tokenize
 
 def test_a_worn_lexer_is_made_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies share a lexer with a bound on its states; when one output has used it up, neither it nor the others end."""
-    monkeypatch.setitem(limits.MATCHER_LIMITS, "max_lexer_states", 700)
+    monkeypatch.setitem(limits.MATCHER_LIMITS, "max_lexer_states", 300)
     pool = MatcherPool(lambda: (table_of(tokenizer), spell_of(tokenizer)), num_threads=1)
     grammar = source("json", {"type": "string", "maxLength": 5000})
-    text = tokenizer.encode('"' + "hello wörld " * 20 + '"', add_special_tokens=False)
+    text = tokenizer.encode('"' + "hello wörld " * 6 + '"', add_special_tokens=False)
     expected = walk(pool, opened(pool, "first", grammar), text)
     for number in range(6):
         assert walk(pool, opened(pool, f"r{number}", grammar), text) == expected
