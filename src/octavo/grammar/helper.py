@@ -290,7 +290,7 @@ def main(fd: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # What runs for others comes first.
-    os.nice(10)
+    os.nice(19)
     _Helper(socket.socket(fileno=fd)).run()
     return 0
 
