@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.frontend.beams import BeamSearchParams as BeamSearchParams
     from octavo.frontend.llm import LLM as LLM
     from octavo.frontend.outputs import CompletionOutput as CompletionOutput
     from octavo.frontend.outputs import RequestOutput as RequestOutput
@@ -21,10 +22,19 @@ _LAZY = {
     "LLM": "octavo.frontend.llm",
     "SamplingParams": "octavo.frontend.params",
     "StructuredOutputsParams": "octavo.frontend.structured",
+    "BeamSearchParams": "octavo.frontend.beams",
     "RequestOutput": "octavo.frontend.outputs",
     "CompletionOutput": "octavo.frontend.outputs",
 }
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __dir__() -> list[str]:

@@ -261,7 +261,8 @@ class BlockTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step, decided. The runner applies `releases`, then `starts`, then moves the blocks of `traffic` and `copies`, then
-    computes `rows`. Without rows it waits a little for content on its way from disk.
+    computes `rows`. Without rows it waits a little for content on its way from disk, and for a disk
+    that is behind.
 
     After a step that raised, the next plan repeats its releases and releases the slots of its rows: releasing a slot that is not
     bound does nothing.

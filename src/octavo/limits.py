@@ -35,7 +35,9 @@ MAX_JSON_DEPTH = 256
 MAX_PROMPTS = 256
 """Prompts of one text completion."""
 MAX_CHOICES = 128
-"""`n`: choices for each prompt."""
+"""`n` and `best_of`: choices for each prompt."""
+MAX_BEAM_WIDTH = 64
+"""Beams of a search, offline."""
 MAX_STOP_STRINGS = 16
 """Strings in `stop`."""
 MAX_STOP_CHARACTERS = 1024

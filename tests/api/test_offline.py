@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, CompletionOutput, RequestOutput, SamplingParams
+from octavo import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from octavo.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
 from octavo.frontend.link import ChildLink
 
@@ -186,6 +186,29 @@ def test_prefix_cache_is_counted_and_reset(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
     cached.append(generate(llm, prompt)[0].num_cached_tokens)
     assert cached == [0, 63, 0]
+
+
+def test_beam_search_finds_what_greedy_decoding_misses(llm: LLM) -> None:
+    greedy = generate(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True))
+    one = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True))
+    for single, output in zip(one, greedy, strict=True):
+        (beam,) = single.sequences
+        assert beam.tokens == [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        assert beam.cum_logprob == pytest.approx(output.outputs[0].cumulative_logprob)
+        assert beam.text == llm.get_tokenizer().decode(beam.tokens, skip_special_tokens=True)
+    wide = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True), concurrency_limit=3)
+    assert all(len(output.sequences) == 4 for output in wide)
+    totals = [[beam.cum_logprob for beam in output.sequences] for output in wide]
+    assert all(total == sorted(total, reverse=True) for total in totals)
+    assert sum(total[0] for total in totals) > sum(output.outputs[0].cumulative_logprob or 0 for output in greedy)
+    # The same alone, and as ids.
+    (alone,) = llm.beam_search(
+        {"prompt_token_ids": greedy[1].prompt_token_ids}, BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True)
+    )
+    assert [beam.tokens for beam in alone.sequences] == [beam.tokens for beam in wide[1].sequences]
+    with pytest.raises(InvalidRequestError) as refused:
+        llm.beam_search("x", BeamSearchParams(beam_width=11, max_tokens=2))
+    assert refused.value.param == "logprobs"
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:

@@ -13,7 +13,7 @@ This module does not know requests, tokens or what a key means.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from octavo.contracts import BlockId
 
@@ -110,6 +110,14 @@ class BlockPool:
         if key not in self._index:
             self._keys[block] += (key,)
             self._index[key] = block
+
+    def findable(self) -> Iterator[tuple[BlockId, tuple[bytes, ...]]]:
+        """All blocks that can be found and their keys, the free ones first, in the order in which they would be evicted."""
+        for block in self._cached:
+            yield block, self._keys[block]
+        for number, keys in enumerate(self._keys):
+            if keys and self._references[number]:
+                yield BlockId(number), keys
 
     def forget_free(self) -> None:
         """Forgets the content of all free blocks. Used ones stay findable."""

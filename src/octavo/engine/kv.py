@@ -38,7 +38,7 @@ from octavo.contracts import (
 from octavo.engine.blocks import BlockPool, require
 from octavo.engine.offload import CacheCounts, Fetch, Offload
 from octavo.engine.pins import Pins
-from octavo.engine.prefix import HashChain, PrefixHasher
+from octavo.engine.prefix import HashChain, PrefixHasher, is_tail
 from octavo.errors import ConfigError
 
 
@@ -642,6 +642,14 @@ class KVManager:
         sequence.num_published = sequence.num_claimed = 0
         sequence.num_landed = sequence.num_tokens = sequence.num_told = 0
         sequence.cut = False
+
+    def save_all(self) -> None:
+        """Everything that is cached is to be on disk, as far as there is room: what would be evicted last stays for certain."""
+        for group, pool in enumerate(self.pools):
+            for block, keys in pool.findable():
+                for key in keys:
+                    if not is_tail(key):
+                        self.offload.save(group, block, key)
 
     def count_hit(self, hit: Hit) -> None:
         """Counts what a starting prompt has found."""

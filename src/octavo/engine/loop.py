@@ -73,6 +73,7 @@ class EngineLoop:
             self._constraints.release()
             self._scheduler.abort_all()
             self._deliver()
+            self._say_farewell()
         except BaseException as error:
             with suppress(Exception):
                 self._constraints.release()
@@ -83,6 +84,15 @@ class EngineLoop:
             raise
         finally:
             self._executor.close()
+
+    def _say_farewell(self) -> None:
+        """What is cached outlives this engine, where there is a disk for it."""
+        plan = self._scheduler.farewell()
+        if plan is not None:
+            try:
+                self._executor.submit(plan).sample()
+            except Exception as error:  # noqa: BLE001 - it is over anyway
+                _log.warning("cached KV blocks could not be put on disk", exc_info=error)
 
     def _receive(self) -> bool:
         """Handles all messages that wait; blocks for one when there is no work. False once told to shut down."""

@@ -217,6 +217,16 @@ class Scheduler:
         """Cancels everything."""
         self.cancel(list(self._requests))
 
+    def farewell(self) -> StepPlan | None:
+        """A last step without rows, which puts on disk what is cached and not there yet. None when there is nothing to do."""
+        require(not self._in_flight, "a plan was asked for while one is in flight")
+        self._kv.save_all()
+        traffic = self._kv.take_traffic()
+        if traffic is None:
+            return None
+        self._step += 1
+        return StepPlan(step=self._step, releases=(), starts=(), rows=(), num_tokens=0, traffic=traffic)
+
     def kill_all(self, error: EngineDeadError) -> None:
         """Gives every unfinished request its terminal ERROR event and leaves all else as it is: the scheduler cannot be used any more."""
         now_s = self._clock()

@@ -273,6 +273,8 @@ def load_back(
     from octavo.runner.load import content_digest, load_model, read_spec
     from octavo.runner.model_runner import ModelRunner
 
+    if config.cache.kv_offloading_folder is not None and config.cache.kv_offloading_size == 0:
+        raise ConfigError("--kv-offloading-folder needs --kv-offloading-size", param="kv_offloading_folder")
     spec = read_spec(checkpoint)
     asked = config.model.max_model_len
     if asked is not None and not 1 <= asked <= spec.max_context:

@@ -21,10 +21,11 @@ import msgspec
 from octavo.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig, StructuredConfig
 from octavo.contracts import Add, Cancel, EngineOutput, RequestId, RequestTimes, ResetPrefixCache
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, OctavoError
+from octavo.frontend.beams import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from octavo.frontend.constrain import GrammarDoor, constrained
 from octavo.frontend.link import WATCH_INTERVAL_S, EngineLink, Hooks, Watch
 from octavo.frontend.outputs import CompletionOutput, Delta, Logprob, LogprobEntry, RequestOutput
-from octavo.frontend.params import SamplingParams
+from octavo.frontend.params import SamplingParams, check_integer
 from octavo.frontend.requests import Prepared, RequestBuilder
 from octavo.frontend.stream import StreamTable, merge
 from octavo.frontend.tools import Reading, parse_tools
@@ -143,6 +144,62 @@ class LLM:
             ],
             use_tqdm,
         )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of one prompt or many, in the order of the prompts.
+
+        concurrency_limit: prompts searched at the same time, None for all. Every prompt is checked before any is run. Raises as
+        `generate`, and InvalidRequestError where max_logprobs is less than twice the beams.
+        """
+        if concurrency_limit is not None:
+            check_integer("concurrency_limit", concurrency_limit, 1, 2**31 - 1)
+        given: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        whole = SamplingParams(max_tokens=params.max_tokens, temperature=0.0, logprobs=2 * params.beam_width)
+        prepared = [self._prepare(prompt, whole, 0) for prompt in given]
+        salts = [prompt.get("cache_salt") if isinstance(prompt, Mapping) else None for prompt in given]
+        searches = [BeamSearch(one.prompt_token_ids, params, set(self._model.eos_token_ids)) for one in prepared]
+        size = concurrency_limit or max(1, len(searches))
+        bar = _bar(len(searches)) if use_tqdm else None
+        try:
+            for begin in range(0, len(searches), size):
+                together = searches[begin : begin + size]
+                self._search(together, salts[begin : begin + size], params)
+                if bar is not None:
+                    bar.update(len(together))
+        finally:
+            if bar is not None:
+                bar.close()
+        return [BeamSearchOutput([self._with_text(beam, params) for beam in search.best()]) for search in searches]
+
+    def _search(self, searches: Sequence[BeamSearch], salts: Sequence[str | None], params: BeamSearchParams) -> None:
+        step = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2 * params.beam_width, detokenize=False)
+        while live := [(search, salt) for search, salt in zip(searches, salts, strict=True) if search.live]:
+            outputs = iter(
+                self._run(
+                    [
+                        self._builder.build(beam.tokens, step, cache_salt=salt)
+                        for search, salt in live
+                        for beam in search.live
+                    ],
+                    use_tqdm=False,
+                )
+            )
+            for search, _ in live:
+                search.extend([(next(outputs).outputs[0].logprobs or [{}])[0] for _ in search.live])
+
+    def _with_text(self, beam: BeamSearchSequence, params: BeamSearchParams) -> BeamSearchSequence:
+        hidden = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        beam.text = self._model.tokenizer.decode(
+            beam.tokens[:-1] if hidden else beam.tokens, skip_special_tokens=not params.include_stop_str_in_output
+        )
+        return beam
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -326,11 +383,7 @@ class _Batch:
         self.times: dict[RequestId, RequestTimes] = {}
         self.error: OctavoError | None = None
         self._num_prompt_tokens = 0
-        self._bar: Any = None
-        if show:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=len(self.answers), desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+        self._bar: Any = _bar(len(self.answers)) if show else None
 
     def finished(self, num_prompt_tokens: int) -> None:
         """Notes that one prompt has all its answers."""
@@ -348,6 +401,12 @@ class _Batch:
         """Ends the bar."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _bar(num_prompts: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=num_prompts, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
 
 
 def _completion(choice: Delta) -> CompletionOutput:

@@ -73,16 +73,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     guided_decoding: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1, MAX_CHOICES)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _integer("top_k", self.top_k, -1, MAX_TOKENS)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        check_integer("n", self.n, 1, MAX_CHOICES)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        check_number("top_p", self.top_p, 0.0, 1.0)
+        check_integer("top_k", self.top_k, -1, MAX_TOKENS)
+        check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name in (
             "ignore_eos",
             "detokenize",
@@ -93,15 +93,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", param=name)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+            check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        check_integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), -1, MAX_TOKENS)
+                check_integer(name, getattr(self, name), -1, MAX_TOKENS)
         self._check_lists()
 
         self._check_constraint()
@@ -133,7 +133,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
                 raise InvalidRequestError(f"logit_bias may hold at most {MAX_LOGIT_BIAS} ids", param="logit_bias")
             _ids("logit_bias", tuple(self.logit_bias), MAX_LOGIT_BIAS)
             for bias in self.logit_bias.values():
-                _number("logit_bias", bias, -100.0, 100.0)
+                check_number("logit_bias", bias, -100.0, 100.0)
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -150,7 +150,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
+def check_number(name: str, value: Any, low: float, high: float) -> None:
     """Refuses what is no finite number in low..high. Comparisons alone would let NaN pass."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequestError(f"{name} must be a number", param=name)
@@ -158,7 +158,8 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
         raise InvalidRequestError(f"{name} must be a finite number from {low:g} to {high:g}", param=name)
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Refuses what is no integer in low..high."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be an integer from {low} to {high}", param=name)
 

@@ -73,7 +73,7 @@ class KVFiles:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._waiting_bytes = 0
-        self._guard = threading.Lock()
+        self._room = threading.Condition()
         self._warned_s: dict[str, float] = {}
         self._thread = threading.Thread(target=self._work, name="octavo-kv-files", daemon=True)
         self._thread.start()
@@ -95,14 +95,17 @@ class KVFiles:
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def write(self, name: BlockContent, content: bytes) -> bool:
-        """Orders content to be written. False, with nothing done, if the disk is too far behind."""
-        with self._guard:
-            if self._waiting_bytes + len(content) > MAX_WAITING_BYTES:
+    def write(self, name: BlockContent, content: bytes, patience_s: float = 0.0) -> bool:
+        """Orders content to be written. False, with nothing done, if the disk is too far behind, and stays so for so long."""
+        with self._room:
+            if not self._room.wait_for(lambda: self._has_room(len(content)), patience_s):
                 return False
             self._waiting_bytes += len(content)
         self._orders.put(lambda: self._write(name, content))
         return True
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._waiting_bytes + num_bytes <= MAX_WAITING_BYTES
 
     def read(self, name: BlockContent, num_bytes: int, used_ns: int) -> None:
         """Orders content of so many bytes to be read. `used_ns`: when the file counts as last used."""
@@ -154,8 +157,9 @@ class KVFiles:
             with suppress(OSError):
                 half.unlink()
             self._warn("write", f"KV content cannot be written to {self._folder}: {error.strerror}")
-        with self._guard:
+        with self._room:
             self._waiting_bytes -= len(content)
+            self._room.notify()
         seconds = time.perf_counter() - began_s
         self._done.put(Done(name, is_write=True, is_ok=is_ok, num_bytes=len(content), seconds=seconds, content=None))
 

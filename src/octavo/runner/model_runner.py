@@ -135,7 +135,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         """Moves blocks, then computes and samples the rows of a submitted plan."""
-        self._mover.move(plan.traffic, plan.copies)
+        self._mover.move(plan.traffic, plan.copies, waits=not plan.rows)
         outcomes = [_Outcome() for _ in plan.rows]
         work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):

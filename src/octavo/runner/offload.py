@@ -7,16 +7,18 @@ copies do. This module does not know why something is moved.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 
 import numpy as np
 
 from octavo.backends.base import I32, BackendModel
-from octavo.contracts import BlockContent, BlockCopy, BlockTraffic, Medium, TrafficReport
+from octavo.contracts import BlockContent, BlockCopy, BlockSave, BlockTraffic, Medium, TrafficReport
 from octavo.errors import EngineError
 from octavo.runner.kv_files import Done, KVFiles
 
+_PATIENCE_S = 2.0
+"""How long a step without rows waits for a disk that is behind, for each block."""
 _WAIT_S = 0.02
 """How long a step without rows waits for content from disk: no longer than a request that arrives meanwhile may wait for it."""
 
@@ -34,14 +36,17 @@ class BlockMover:
         self._load_s = 0.0
         self._num_fetching = 0
 
-    def move(self, traffic: BlockTraffic | None, copies: Sequence[BlockCopy]) -> None:
-        """Moves what a step moves before it computes. Raises EngineError when content is not where the plan believes it."""
+    def move(self, traffic: BlockTraffic | None, copies: Sequence[BlockCopy], *, waits: bool) -> None:
+        """Moves what a step moves before it computes. With `waits` a disk that is behind is waited for.
+
+        Raises EngineError when content is not where the plan believes it.
+        """
         traffic = traffic or BlockTraffic()
         for group, saves in groupby(traffic.saves, key=lambda save: save.group):
-            together = tuple(saves)
-            content = self._model.read_blocks(group, _ids([save.block for save in together]))
-            for save, own in zip(together, content, strict=True):
-                self._keep(BlockContent(group, save.key), own.tobytes(), save.medium)
+            for together in _batches(saves):
+                content = self._model.read_blocks(group, _ids([save.block for save in together]))
+                for save, own in zip(together, content, strict=True):
+                    self._keep(save, own.tobytes(), waits=waits)
         for group, pairs in groupby(copies, key=lambda copy: copy.group):
             both = tuple(pairs)
             self._model.copy_blocks(group, _ids([pair.source for pair in both]), _ids([pair.target for pair in both]))
@@ -91,10 +96,11 @@ class BlockMover:
             self._files.close()
         self._memory.clear()
 
-    def _keep(self, name: BlockContent, content: bytes, medium: Medium) -> None:
-        if medium is Medium.MEMORY:
+    def _keep(self, save: BlockSave, content: bytes, *, waits: bool) -> None:
+        name = BlockContent(save.group, save.key)
+        if save.medium is Medium.MEMORY:
             self._memory[name] = content
-        elif self._files is None or not self._files.write(name, content):
+        elif self._files is None or not self._files.write(name, content, _PATIENCE_S if waits else 0.0):
             self._unsaved.append(name)
 
     def _load(self, traffic: BlockTraffic) -> None:
@@ -117,6 +123,13 @@ class BlockMover:
             self._block_bytes[name.group] = self._model.read_blocks(name.group, _ids([0])).nbytes
         self._num_fetching += 1
         self._files.read(name, self._block_bytes[name.group], used_ns)
+
+
+def _batches(saves: Iterable[BlockSave]) -> Iterator[tuple[BlockSave, ...]]:
+    """Few at a time, so that little memory holds them twice."""
+    iterator = iter(saves)
+    while batch := tuple(islice(iterator, 64)):
+        yield batch
 
 
 def _ids(blocks: Sequence[int]) -> I32:

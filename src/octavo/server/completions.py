@@ -14,7 +14,7 @@ from octavo.contracts import FinishReason
 from octavo.errors import InvalidRequestError
 from octavo.frontend.outputs import Delta, LogprobEntry
 from octavo.frontend.requests import Prepared
-from octavo.limits import MAX_PROMPTS
+from octavo.limits import MAX_CHOICES, MAX_PROMPTS
 from octavo.server.auth import tenant_of
 from octavo.server.context import Context, client_request_id
 from octavo.server.generation import (
@@ -45,7 +45,7 @@ async def completions(context: Context, request: Request) -> ASGIApp:
     prepared = await context.off_loop(size, lambda: _prepare(context, request, body))
     ids, usage = Ids("cmpl", model), UsageCount(prepared)
     writers = [_Writer(context, body, one) for one in prepared for _ in range(one.num_choices)]
-    num_choices = prepared[0].num_choices
+    num_choices, num_wanted = prepared[0].num_choices, body.n or 1
 
     def shaped(prompt: int, delta: Delta) -> Delta:
         if body.max_tokens == 0:  # only the prompt was asked for: one token was computed to get there, nobody sees it
@@ -70,9 +70,14 @@ async def completions(context: Context, request: Request) -> ASGIApp:
             deltas[prompt * num_choices + delta.index].append(shaped(prompt, delta))
 
         def build() -> TextCompletion:
+            best = [
+                number
+                for begin in range(0, len(deltas), num_choices)
+                for number in _best(range(begin, begin + num_choices), deltas, num_wanted)
+            ]
             choices = [
-                _joined([writer.choice(index, delta) for delta in of_choice])
-                for index, (writer, of_choice) in enumerate(zip(writers, deltas, strict=True))
+                _joined([writers[number].choice(index, delta) for delta in deltas[number]])
+                for index, number in enumerate(best)
             ]
             return TextCompletion(**ids.fields(), choices=choices, usage=usage.usage())
 
@@ -131,9 +136,11 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = more(body.logprobs, prompt_logprobs or 0)
+    num_choices = _num_choices(body)
     params = body.sampling(
         context.model.default_sampling,
-        logprobs=body.logprobs,
+        n=num_choices,
+        logprobs=0 if body.logprobs is None and (body.best_of or 0) > (body.n or 1) else body.logprobs,
         prompt_logprobs=prompt_logprobs,
         max_tokens=max(max_tokens, 1),
     )
@@ -152,6 +159,32 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
         )
         for prompt in prompts
     ]
+
+
+def _num_choices(body: CompletionRequest) -> int | None:
+    """Choices to generate for each prompt. Raises InvalidRequestError."""
+    wanted = 1 if body.n is None else body.n
+    if body.best_of is None or wanted < 1:
+        return body.n
+    if not wanted <= body.best_of <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"best_of is {body.best_of}; it must be from n ({wanted}) to {MAX_CHOICES}", param="best_of"
+        )
+    if body.stream and body.best_of > wanted:
+        raise InvalidRequestError("best_of beyond n cannot be streamed: the best is known at the end", param="best_of")
+    return body.best_of
+
+
+def _best(numbers: range, deltas: Sequence[Sequence[Delta]], count: int) -> Sequence[int]:
+    """The choices with the highest logprob per token, the best first; all of them as they are if no more are wanted."""
+    if count >= len(numbers):
+        return numbers
+
+    def score(number: int) -> float:
+        logprobs = [entry.logprob for delta in deltas[number] for entry in delta.logprobs or ()]
+        return sum(logprobs) / max(len(logprobs), 1)
+
+    return sorted(numbers, key=score, reverse=True)[:count]
 
 
 class _Writer:

@@ -166,9 +166,10 @@ class ChatCompletionRequest(_Generation, frozen=True, kw_only=True):
 
 
 class CompletionRequest(_Generation, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
+    """POST /v1/completions. `prompt`: text, token ids, or a list of either. Of `best_of` choices the `n` likeliest per token are given."""
 
     prompt: str | list[Any]
+    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from octavo.contracts import NULL_BLOCK, BlockId, KVGroup, KVLayout, Retention
-from octavo.engine.kv import KVManager, SequenceBlocks, blocks_needed, capacity_tokens
+from octavo.engine.kv import KVManager, SequenceBlocks, blocks_needed, capacity_tokens, unpinned
 from octavo.errors import ConfigError
 from support.fake_executor import layout
 
@@ -206,3 +208,86 @@ def test_blocks_needed() -> None:
 def test_an_impossible_layout_is_refused(kv: KVLayout) -> None:
     with pytest.raises(ConfigError):
         manager(kv)
+
+
+def test_blocks_waste_less_than_four_percent() -> None:
+    """64 sequences of 32 to 1,024 tokens, which nothing is reserved for beyond the block they are in."""
+    rng = random.Random(11)
+    lengths = [rng.randint(32, 1024) for _ in range(64)]
+    kv = manager(layout(64 * 64, block_size=16), budget=1024)
+    for length in lengths:
+        assert kv.allocate(kv.sequence(b""), length) is not None
+    allocated = sum(pool.num_blocks - pool.num_free for pool in kv.pools) * 16
+    assert allocated - sum(lengths) < 0.04 * sum(lengths)
+
+
+def test_a_pool_holds_more_than_if_each_sequence_reserved_the_longest() -> None:
+    rng = random.Random(12)
+    kv = manager(layout(20 * 2048 // 16, block_size=16), budget=2048)
+    count = 0
+    while kv.allocate(kv.sequence(b""), rng.randint(32, 1024)) is not None:
+        count += 1
+    assert count >= 2.5 * 20
+
+
+def test_a_private_chain_is_nobody_elses() -> None:
+    """Without prefix caching but with swap space, a sequence finds its own blocks and no other's."""
+    kv = KVManager(
+        layout(10), namespace=b"m", enable_prefix_caching=False, max_num_batched_tokens=64, swap_bytes=1 << 20
+    )
+    first = computed(kv, 8)
+    kv.free(first, TOKENS[:8], resumes=True)
+    assert kv.find(kv.sequence(b""), TOKENS, 8).num_tokens == 0
+    assert kv.find(first, TOKENS, 8).num_tokens == 8
+
+
+def test_a_tail_is_found_only_where_it_ends() -> None:
+    kv = manager(layout(10))
+    first = kv.sequence(b"")
+    kv.claim(first, TOKENS[:11])
+    kv.allocate(first, 11)
+    kv.publish(first, TOKENS, 11)
+    assert [kv.find(kv.sequence(b""), TOKENS, limit).num_tokens for limit in (8, 9, 10, 11, 12)] == [8, 8, 10, 8, 8]
+    assert kv.find(kv.sequence(b"other"), TOKENS, 10).num_tokens == 0
+    second = kv.sequence(b"")
+    kv.take(second, kv.find(second, TOKENS, 10))
+    (copy,) = kv.take_copies()
+    assert (copy.source, copy.target) == (first.tables[0][2], second.tables[0][2]) and copy.source != copy.target
+    assert second.tables[0][:2] == first.tables[0][:2]
+    kv.check([first, second])
+
+
+def test_a_pin_keeps_blocks_and_counts_shared_ones_once() -> None:
+    kv = KVManager(
+        layout(8), namespace=b"m", enable_prefix_caching=True, max_num_batched_tokens=64, max_pinned_tokens=16
+    )
+    first = computed(kv, 13)
+    assert kv.pin(first, 13) == 12
+    assert kv.pin(first, 13) == 12  # once more costs nothing
+    kv.free(first)
+    other = kv.sequence(b"other")
+    assert kv.allocate(other, 20) is not None
+    assert kv.allocate(other, 24) is None
+    assert kv.lookup(kv.sequence(b""), TOKENS, 99) == 3
+    kv.free(other)
+    longer = kv.sequence(b"")
+    kv.take(longer, kv.find(longer, TOKENS, 99))
+    kv.allocate(longer, 20)
+    kv.publish(longer, TOKENS, 20)
+    assert kv.pin(longer, 20) == 0  # two blocks more than the budget has
+    assert kv.pin(longer, 16) == 16
+    kv.free(longer)
+    kv.check([])
+    kv.unpin(b"", TOKENS[:13])
+    assert kv.pins.num_blocks == [4]
+    kv.unpin(b"", TOKENS[:17])
+    assert kv.pins.num_blocks == [0] and kv.usage == 0.0
+    kv.check([])
+
+
+def test_pins_leave_room_or_are_refused() -> None:
+    assert unpinned(layout(8), 16).num_blocks == (4,)
+    with pytest.raises(ConfigError, match="max-pinned-tokens"):
+        unpinned(layout(8), 32)
+    with pytest.raises(ConfigError, match="enable-prefix-caching"):
+        KVManager(layout(8), namespace=b"", enable_prefix_caching=False, max_num_batched_tokens=8, max_pinned_tokens=4)

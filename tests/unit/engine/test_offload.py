@@ -199,6 +199,22 @@ def script(harness: Harness) -> None:
     harness.run()
 
 
+def test_what_is_cached_outlives_an_engine_that_is_shut_down() -> None:
+    harness = Harness(layout(40), max_num_batched_tokens=32, disk_blocks=100)
+    harness.add(request("cold", FIRST))
+    harness.run()
+    assert not harness.disk.files
+    plan = harness.scheduler.farewell()
+    assert plan is not None and not plan.rows
+    harness.executor.submit(plan)
+    again = restarted(harness)
+    again.add(request("warm", FIRST))
+    again.run()
+    again.check_answers()
+    assert again.answer("warm").num_cached_tokens == 20
+    assert Harness(layout(4)).scheduler.farewell() is None
+
+
 def test_resetting_the_cache_deletes_files() -> None:
     harness = Harness(layout(12), max_num_batched_tokens=32, disk_blocks=100)
     harness.add(request("cold", FIRST))

@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.config import CacheConfig, Config, ModelConfig, SchedulerConfig
-from octavo.contracts import KVGroup
+from octavo.contracts import KVGroup, KVLayout
 from octavo.errors import ConfigError
-from octavo.frontend.build import Budget, budget_memory, load_front, open_engine, parse_bytes, resolve_scheduler
+from octavo.frontend.build import (
+    Budget,
+    _namespace,
+    budget_memory,
+    load_front,
+    open_engine,
+    parse_bytes,
+    resolve_scheduler,
+)
 from octavo.frontend.link import Hooks
 from octavo.loaders.checkpoint import open_checkpoint
 
@@ -158,3 +166,35 @@ def test_a_template_that_cannot_be_is_told_at_the_start(field: str, value: str, 
     with pytest.raises(ConfigError, match=text) as refusal:
         rendered(**{"chat_template": SHOWS, field: value})
     assert refusal.value.param == field
+
+
+def test_the_cache_namespace_holds_all_that_decides_bytes() -> None:
+    """O-29: another arithmetic version, KV format, block size or layout of layers is another cache."""
+    groups = (KVGroup(layers=(0, 1), num_kv_heads=2, head_dim=64),)
+    layout = KVLayout(block_size=16, groups=groups, num_blocks=(100,))
+    same = KVLayout(block_size=16, groups=groups, num_blocks=(7,))
+    others = [
+        _namespace(b"other weights", "cpu-2-kv-bfloat16", layout),
+        _namespace(b"weights", "cpu-3-kv-bfloat16", layout),
+        _namespace(b"weights", "cpu-2-kv-int8", layout),
+        _namespace(b"weights", "cpu-2-kv-bfloat16", KVLayout(block_size=8, groups=groups, num_blocks=(100,))),
+        _namespace(
+            b"weights",
+            "cpu-2-kv-bfloat16",
+            KVLayout(block_size=16, groups=(KVGroup(layers=(0, 1), num_kv_heads=4, head_dim=32),), num_blocks=(100,)),
+        ),
+    ]
+    own = _namespace(b"weights", "cpu-2-kv-bfloat16", layout)
+    assert own == _namespace(b"weights", "cpu-2-kv-bfloat16", same)
+    assert len({own, *others}) == 6
+
+
+def test_a_folder_for_files_needs_their_size() -> None:
+    with pytest.raises(ConfigError, match="kv-offloading-size"):
+        open_engine(
+            Config(
+                model=ModelConfig(model=str(Path(__file__).parents[2] / "golden" / "tiny-llama")),
+                cache=CacheConfig(kv_offloading_folder="somewhere"),
+            ),
+            Hooks(on_output=lambda output: None, on_death=lambda reason: None),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from octavo.errors import ConfigError, ModelFileError, UnsupportedModelError
 from octavo.loaders.checkpoint import open_folder, open_gguf
 from octavo.loaders.gguf_writer import write_gguf
 from octavo.quant import Format
-from octavo.runner.load import canonical_tensors, load_model, read_spec
+from octavo.runner.load import canonical_tensors, content_digest, load_model, read_spec
 from support.tiny_models import TINY, raw_tensor, tiny_folder, write_tiny_gguf
 
 
@@ -100,3 +101,27 @@ def test_progress_ends_at_the_total() -> None:
     loaded = load_model(checkpoint, NumpyBackend(), progress=lambda done, total: calls.append((done, total)))
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
     assert loaded.model.weight_bytes == 2 * calls[-1][1]  # bfloat16 in the file, float32 in memory
+
+
+def test_the_content_digest_tells_weights_apart_and_nothing_else(tmp_path: Path) -> None:
+    """O-29: other weights of the same name, size and time are others; the same ones elsewhere, at another time, are the same."""
+
+    def digest(folder: Path) -> bytes:
+        checkpoint = open_folder(folder, name="x")
+        return content_digest(checkpoint, read_spec(checkpoint))
+
+    original = shutil.copytree(tiny_folder("tiny-llama"), tmp_path / "a" / "model")
+    moved = shutil.copytree(original, tmp_path / "b" / "model")
+    weights = moved / "model.safetensors"
+    os.utime(weights, (1, 1))
+    assert digest(original) == digest(moved)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, (1, 1))
+    changed = digest(moved)
+    assert changed != digest(original)
+    config = (original / "config.json").read_text()
+    (original / "config.json").write_text(config.replace('"rms_norm_eps": 1e-0', '"rms_norm_eps": 2e-0'))
+    assert (original / "config.json").read_text() != config
+    assert digest(original) not in (changed, digest(tiny_folder("tiny-llama")))

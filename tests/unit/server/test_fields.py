@@ -158,9 +158,34 @@ def test_fields_that_are_not_built_are_refused_by_name(kind: Any) -> None:
 
     body = {"messages": ASK} if kind is ChatCompletionRequest else {"prompt": "x"}
     for name, neutral in _NOT_BUILT.items():
+        if name in kind.__struct_fields__:
+            continue
         for value in ({"not": "neutral"}, "not neutral", 77, [77]):
             with pytest.raises(UnsupportedFieldError) as refusal:
                 decode(json.dumps({**body, name: value}).encode(), kind)
             assert refusal.value.param == name
         for value in (*neutral, None):
             assert decode(json.dumps({**body, name: value}).encode(), kind) == decode(json.dumps(body).encode(), kind)
+
+
+def test_best_of_gives_the_choices_that_are_likeliest_per_token() -> None:
+    def script(start: Any) -> list[int]:
+        return spell("abcdefgh"[start.sampling.choice] * 4)
+
+    status, everything = answer(TEXT, {"prompt": "x", "max_tokens": 4, "n": 6, "logprobs": 0}, script)
+    assert status == 200
+    means = [sum(choice["logprobs"]["token_logprobs"]) / 4 for choice in everything["choices"]]
+    ranked = sorted(range(6), key=lambda number: -means[number])
+    status, best = answer(TEXT, {"prompt": ["x", "y"], "max_tokens": 4, "n": 2, "best_of": 6}, script)
+    assert status == 200
+    texts = [everything["choices"][number]["text"] for number in ranked[:2]]
+    assert [choice["text"] for choice in best["choices"]] == texts * 2
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in best["choices"])
+    assert best["usage"]["completion_tokens"] == 2 * 6 * 4
+    for fields in ({"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 129}, {"best_of": 2, "stream": True}):
+        status, result = answer(TEXT, {"prompt": "x", **fields})
+        assert (status, result["error"]["param"]) == (400, "best_of")
+    assert answer(TEXT, {"prompt": "x", "best_of": 2, "n": 0})[1]["error"]["param"] == "n"
+    status, stream = answer(TEXT, {"prompt": "x", "best_of": 2, "n": 2, "stream": True, "max_tokens": 2})
+    assert status == 200 and len({chunk["choices"][0]["index"] for chunk in chunks(stream)}) == 2
