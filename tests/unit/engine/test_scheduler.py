@@ -12,7 +12,8 @@ from octavo.contracts import FinishReason, ForwardWork, GenerateRequest, Request
 from octavo.engine import Scheduler, token_budget
 from octavo.engine.blocks import InvariantError
 from octavo.errors import ConfigError, EngineDeadError, EngineError
-from support.fake_executor import VOCABULARY, Answer, Faults, Harness, alone, layout, request
+from octavo.runner.scripted import ScriptedExecutor
+from support.fake_executor import Answer, Faults, Harness, alone, layout, request
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
@@ -342,15 +343,20 @@ def test_live_choices_share_the_memory_of_their_prompt() -> None:
     """16 sequences with a common prompt of 1,500 tokens take at most 20 % of the blocks of 16 others."""
 
     def most_used(same: bool) -> float:
-        harness = Harness(layout(2000, block_size=16), max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048)
-        rng = random.Random(1)
-        prompts = [[rng.randrange(VOCABULARY) for _ in range(1500)] for _ in range(1 if same else 16)]
+        scheduler = Scheduler(
+            layout(2000, block_size=16),
+            SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+            max_model_len=2048,
+        )
+        executor = ScriptedExecutor(lambda start: [1, 2, 3])
         for index in range(16):
-            harness.add(request(f"r{index}", prompts[0 if same else index], max_tokens=60, choice=index))
-        used = 0.0
-        while harness.step() is not None:
-            used = max(used, harness.scheduler.kv_usage)
-        assert max(output.stats.num_running for output in harness.outbox.outputs) == 16
+            first = 0 if same else index
+            scheduler.add(request(f"r{index}", [first, *range(1499)], max_tokens=60, choice=index))
+        used, most_running = 0.0, 0
+        while (plan := scheduler.plan()) is not None:
+            used, most_running = max(used, scheduler.kv_usage), max(most_running, scheduler.num_running)
+            scheduler.commit(plan, executor.submit(plan).sample())
+        assert most_running == 16
         return used
 
     assert most_used(same=True) <= 0.2 * most_used(same=False)
