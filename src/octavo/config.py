@@ -106,8 +106,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     long_prefill_token_threshold: Annotated[
         int | None,
         Help(
-            "most tokens of one prompt in a step while others wait for a share of it, and the length beyond which prompts are long; 0: no "
-            "bound; default: a quarter of max-num-batched-tokens",
+            "the length from which on a prompt is long, and most tokens of long ones in a step beside requests that decode; 0: no bound; "
+            "default: beyond half of max-num-batched-tokens is long, and a sixth of it, or 4 tokens for each that decodes, is the most",
             low=0,
         ),
     ] = None

@@ -165,6 +165,10 @@ WARM = Scenario(
 )
 
 
+_PROMPTS_FIRST = Config(scheduler=SchedulerConfig(long_prefill_token_threshold=0))
+"""Long prompts as fast as they can be computed, so that all are alive before the first one ends."""
+
+
 def _sharing(seed: int, *, shared: bool) -> Traffic:
     jobs = [
         Job(
@@ -181,8 +185,8 @@ SHARING = Scenario(
     name="sharing",
     description="KV memory of 16 live requests whose prompts of 1,500 words are the same, against 16 different ones",
     runs=lambda seed: (
-        Run(label="shared", traffic=_sharing(seed, shared=True)),
-        Run(label="unshared", traffic=_sharing(seed, shared=False)),
+        Run(label="shared", traffic=_sharing(seed, shared=True), config=_PROMPTS_FIRST),
+        Run(label="unshared", traffic=_sharing(seed, shared=False), config=_PROMPTS_FIRST),
     ),
     claims=(
         Claim(

@@ -4,8 +4,8 @@ One rule covers prefill, chunked prefill, decode, prefix hits and recomputation 
 known-but-not-computed tokens within the step's budget.
 
 - Every running request advances in every step: one token each, which the budget always holds as it is never below the number of slots.
-  What is left goes to partly computed prompts, but half of it only after those that wait had their turn. So a short prompt gets in
-  beside a long one however many tokens that has, and nothing is left unused.
+  What is left is shared by prompts. Short ones that wait come before the greater part of a long one, so they get in beside it
+  however many tokens that has; and while anybody decodes long ones get a bounded part of the step.
 - A waiting request is admitted when the pools can take all its known tokens beside what the running ones are still to take: the rest of
   their prompts, and one block each to grow into. Else it would soon be preempted and computed again. It takes blocks only as its chunks are
   computed. One that finds no room is waited for; nobody passes it. With nothing running any accepted request fits, so the queue
@@ -48,6 +48,7 @@ from octavo.contracts import (
 )
 from octavo.engine.blocks import require
 from octavo.engine.deadlines import Deadlines, Phase
+from octavo.engine.draft import Draft
 from octavo.engine.kv import Hit, KVManager, capacity_tokens, unpinned
 from octavo.engine.parking import Parking
 from octavo.engine.request import Request, Status
@@ -263,29 +264,31 @@ class Scheduler:
         self._expire(now_s)
         if not self._requests:
             return None
-        work: dict[Request, int] = {}
-        starts: dict[Request, SlotStart] = {}
-        self._partial = []
-        preempted = self._advance_running(work)
+        partial = [request for request in self._running if len(request.token_ids) - request.num_computed > 1]
+        draft = Draft(self._budget, self._bounds, len(self._running) - len(partial))
+        self._advance_running(draft, partial)
         for request in self._parking.take_ready():
             self._policy.put_back(request)
         if len(self._policy):
-            self._admit(work, starts, preempted, now_s)
-        self._use_up(work)
+            self._admit(draft, now_s)
+        self._use_up(draft)
+        work = draft.work
         require(len(work) == len(self._running), "a running request is not in the step")
         require(bool(work) or self._kv.offload.is_fetching_any, "requests are unfinished but none can run")
         rows = [self._row(request, count) for request, count in work.items()]
         for request in work:
             request.in_flight = True
         self._in_flight = list(work)
+        self._partial = draft.partial
         self._step += 1
         releases, self._releases = tuple(self._releases), []
+        self._count(work)
         return StepPlan(
             step=self._step,
             releases=releases,
-            starts=tuple(starts.values()),
+            starts=tuple(draft.starts.values()),
             rows=tuple(rows),
-            num_tokens=self._count(work),
+            num_tokens=draft.num_tokens,
             copies=self._kv.take_copies(),
             traffic=self._kv.take_traffic(),
         )
@@ -296,51 +299,44 @@ class Scheduler:
             self._withdraw(request)
             self._end(request, _error_event(request, error))
 
-    def _advance_running(self, work: dict[Request, int]) -> set[Request]:
-        """Gives every running request its tokens. Returns those that were preempted because blocks were short."""
-        running, preempted = tuple(self._running), set()
-        extra = self._extra([request for request in running if len(request.token_ids) - request.num_computed > 1])
-        for request in running:
-            if request in preempted:
+    def _advance_running(self, draft: Draft, partial: list[Request]) -> None:
+        """Gives every running request its tokens. Where blocks are short, some are preempted."""
+        extra = self._extra(draft, partial) if partial else {}
+        for request in tuple(self._running):
+            if request in draft.preempted:
                 continue
             count = 1 + extra.get(request, 0)
             self._kv.slide(request.blocks, request.num_computed)
-            while not self._give(work, request, count):
+            while not self._give(draft, request, count):
                 victim = self._policy.victim(self._running)
-                self._preempt(victim, work)
-                preempted.add(victim)
+                self._preempt(victim, draft)
                 if victim is request:
                     break
-        return preempted
 
-    def _extra(self, partial: list[Request]) -> dict[Request, int]:
+    def _extra(self, draft: Draft, partial: list[Request]) -> dict[Request, int]:
         """How many tokens, besides the one that each running request takes, partly computed ones take before those that wait."""
-        if not partial:
-            return {}
-        left, most = self._budget - len(self._running), self._bounds.chunk
-        if not len(self._policy):
-            most = left + 1
-        elif self._bounds.shares:
-            left //= 2
+        left = self._budget - len(self._running)
+        long = draft.assured(others_wait=len(self._policy) > 0)
         extra = {}
         for request in self._policy.ranked(partial):
             if request.num_known - request.num_computed > self._kv.block_size:
                 request.num_computed = self._kv.pick_up(request.blocks, request.token_ids, request.max_hit_tokens)
-            extra[request] = int(min(request.num_known - request.num_computed - 1, most - 1, left))
-            left -= extra[request]
+            count = min(request.num_known - request.num_computed - 1, left)
+            if request.is_long:
+                count = max(0, min(count, long - 1))
+                long -= count + 1
+            extra[request] = count
+            left -= count
         return extra
 
-    def _give(self, work: dict[Request, int], request: Request, count: int) -> bool:
-        """Has a running request compute `count` tokens more than `work` says so far. False, with nothing changed, if blocks are short."""
-        end = request.num_computed + work.get(request, 0) + count
+    def _give(self, draft: Draft, request: Request, count: int) -> bool:
+        """Has a running request compute `count` tokens more than the draft says. False, with nothing changed, if blocks are short."""
+        end = request.num_computed + draft.work.get(request, 0) + count
         if end > request.blocks.num_tokens and self._kv.allocate(request.blocks, end) is None:
             return False
-        work[request] = end - request.num_computed
-        num_known = len(request.token_ids)
-        if end < num_known:
-            self._partial.append(request)
+        draft.give(request, count)
         if end > request.num_charged:  # what is computed again is no service
-            self._policy.charge(request, end - request.num_charged + (end == num_known))
+            self._policy.charge(request, end - request.num_charged + (end == len(request.token_ids)))
             request.num_charged = end
         return True
 
@@ -358,8 +354,8 @@ class Scheduler:
             sample=end == len(request.token_ids) and not request.at_length_limit,
         )
 
-    def _count(self, work: dict[Request, int]) -> int:
-        """Notes what a step is made of. Returns its tokens."""
+    def _count(self, work: dict[Request, int]) -> None:
+        """Notes what a step is made of."""
         num_tokens = num_decode_rows = 0
         for request, count in work.items():
             num_tokens += count
@@ -368,25 +364,19 @@ class Scheduler:
         self._tally.num_decode_rows += num_decode_rows
         self._tally.num_prefill_rows += len(work) - num_decode_rows
         self._tally.num_prefill_tokens += num_tokens - num_decode_rows
-        return num_tokens
 
-    def _admit(
-        self,
-        work: dict[Request, int],
-        starts: dict[Request, SlotStart],
-        preempted: set[Request],
-        now_s: float,
-    ) -> None:
+    def _admit(self, draft: Draft, now_s: float) -> None:
         """Starts waiting requests in the policy's order while budget, slots and blocks last."""
-        budget = self._budget - sum(work.values())
-        reserve = self._reserve()
+        reserve = self._reserve(draft)
 
         def held(request: Request) -> bool:
             """Whether a long prompt that this step cannot hold whole must wait for others like it."""
-            ahead = sum(self._policy.is_ahead(other, request) for other in self._partial)
-            return ahead >= self._bounds.most and request.num_known - self._hit(request).num_tokens > budget
+            ahead = sum(self._policy.is_ahead(other, request) for other in draft.partial)
+            return (
+                ahead >= self._bounds.most and request.num_known - self._hit(request).num_tokens > draft.left_for_long
+            )
 
-        while budget > 0 and (request := self._policy.peek(held)) is not None and request not in preempted:
+        while draft.left > 0 and (request := self._policy.peek(held)) is not None and request not in draft.preempted:
             hit = self._hit(request)
             remaining = request.num_known - hit.num_tokens
             if request.is_long != (remaining > self._bounds.long):
@@ -400,27 +390,25 @@ class Scheduler:
                 self._parking.add(request, awaited)
                 self._kv.counts.waits += 1
                 continue
-            if remaining > budget and not self._chunked:
+            if remaining > draft.left and not self._chunked:
                 break
             if not self._has_slot(request) or not self._kv.fits(
                 request.blocks, hit.num_blocks, request.num_known, reserve
             ):
-                victims = self._giving_way(request, hit, reserve, starts)
+                victims = self._giving_way(request, hit, reserve, draft)
                 if not victims:
                     break
                 for victim in victims:
-                    budget += work[victim]
-                    self._preempt(victim, work)
-                    preempted.add(victim)
+                    self._preempt(victim, draft)
                     self._tally.num_displaced += 1
-                reserve = self._reserve()
-            count = min(remaining, budget)
-            if count < remaining and request.is_long and len(self._policy) > 1:
-                count = int(max(1, min(self._bounds.chunk, budget // 2)))
+                reserve = self._reserve(draft)
+            count = min(remaining, draft.left)
+            if request.is_long and remaining > draft.left_for_long:
+                # It is to be split, so those behind it come first; what they leave it gets in the end.
+                count = max(1, min(draft.left_for_long, draft.assured(others_wait=len(self._policy) > 1)))
             self._start(request, hit, now_s)
-            require(self._give(work, request, count), "blocks were counted but are not there")
-            starts[request] = self._slot_start(request)
-            budget -= count
+            require(self._give(draft, request, count), "blocks were counted but are not there")
+            draft.starts[request] = self._slot_start(request)
             growth = self._kv.growth(request.blocks, request.num_known)
             reserve = [kept + more for kept, more in zip(reserve, growth, strict=True)]
 
@@ -440,10 +428,10 @@ class Scheduler:
             return False
         return request.num_known - self._hit(request).num_tokens > self._bounds.long
 
-    def _reserve(self) -> list[int]:
+    def _reserve(self, draft: Draft) -> list[int]:
         """Per group, blocks that the running requests are still to take: the rest of what they know, and one each to go on."""
-        reserve = [len(self._running) - len(self._partial)] * len(self._kv.pools)
-        for request in self._partial:
+        reserve = [len(self._running) - len(draft.partial)] * len(self._kv.pools)
+        for request in draft.partial:
             growth = self._kv.growth(request.blocks, request.num_known)
             reserve = [kept + more for kept, more in zip(reserve, growth, strict=True)]
         return reserve
@@ -456,11 +444,9 @@ class Scheduler:
         num_tokens = request.blocks.num_tokens if request.status is Status.RUNNING else request.num_known
         return max(share, num_tokens / self._pool_tokens)
 
-    def _giving_way(
-        self, request: Request, hit: Hit, reserve: list[int], starts: dict[Request, SlotStart]
-    ) -> list[Request]:
+    def _giving_way(self, request: Request, hit: Hit, reserve: list[int], draft: Draft) -> list[Request]:
         """The fewest running requests that make room for a waiting one by giving way, as the policy has it. None if all are not enough."""
-        candidates = [other for other in self._policy.yielding(request, self._running) if other not in starts]
+        candidates = [other for other in self._policy.yielding(request, self._running) if other not in draft.starts]
         if not candidates:
             return []
 
@@ -511,25 +497,20 @@ class Scheduler:
             sampling=request.spec.sampling,
         )
 
-    def _use_up(self, work: dict[Request, int]) -> None:
+    def _use_up(self, draft: Draft) -> None:
         """Gives what the step has left to prompts that are partly computed."""
-        left = self._budget - sum(work.values())
-        if not self._partial or left == 0:
+        if not draft.partial or draft.left == 0:
             return
-        partial, self._partial = self._policy.ranked(self._partial), []
-        for request in partial:
-            more = min(left, request.num_known - request.num_computed - work[request])
-            if more and self._give(work, request, more):
-                left -= more
-            else:
-                self._partial.append(request)
+        for request in self._policy.ranked(draft.partial):
+            left = draft.left_for_long if request.is_long else draft.left
+            more = min(left, request.num_known - request.num_computed - draft.work[request])
+            if more > 0:
+                self._give(draft, request, more)
 
-    def _preempt(self, request: Request, work: dict[Request, int]) -> None:
+    def _preempt(self, request: Request, draft: Draft) -> None:
         """Takes slot and blocks from a running request, which waits again."""
         self._running.remove(request)
-        work.pop(request, None)
-        if request in self._partial:
-            self._partial.remove(request)
+        draft.drop(request)
         request.move(Status.PREEMPTED)
         request.num_preemptions += 1
         request.num_computed = 0

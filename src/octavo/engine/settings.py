@@ -18,6 +18,10 @@ DEFAULT_TOKEN_BUDGET = 512
 MAX_NUM_SEQS = 65_536
 """Every slot costs memory from the start."""
 
+CHUNK_PER_DECODE = 4
+"""Tokens of long prompts in a step for each request that decodes in it: more decodes make it longer by themselves, and are worth a longer
+one. On a CPU, where a step's time grows in proportion to its tokens from a few on, small chunks cost little."""
+
 DEFAULT_PRIORITY_AGEING_S = 60.0
 
 
@@ -72,14 +76,18 @@ def check_scheduling(config: SchedulerConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBounds:
-    """`long`: tokens beyond which what is to be computed of a request is long. `chunk`: most tokens of a long one in a step while others
-    wait. `most`: long ones that are partly computed at the same time. `shares`: whether half of what decodes leave of a step is kept for
-    those that wait."""
+    """`long`: tokens beyond which what is to be computed of a request is long. `least_chunk` and `per_decode`: how many tokens of long
+    ones a step may hold beside decodes. `most`: long ones that are partly computed at the same time.
+    """
 
     long: float
-    chunk: float
+    least_chunk: float
+    per_decode: int
     most: int
-    shares: bool
+
+    def chunk(self, num_decodes: int) -> float:
+        """Most tokens of long prompts in a step in which so many requests decode."""
+        return max(self.least_chunk, self.per_decode * num_decodes)
 
 
 def prefill_bounds(config: SchedulerConfig, budget: int) -> PrefillBounds:
@@ -96,10 +104,12 @@ def prefill_bounds(config: SchedulerConfig, budget: int) -> PrefillBounds:
                     param=flag.replace("-", "_"),
                 )
     if threshold == 0 or not config.enable_chunked_prefill:
-        return PrefillBounds(long=math.inf, chunk=math.inf, most=most or 1, shares=False)
+        return PrefillBounds(long=math.inf, least_chunk=math.inf, per_decode=0, most=most or 1)
     if threshold is None:
-        threshold = max(1, budget // 4)
-    return PrefillBounds(long=threshold, chunk=threshold, most=most or 1, shares=True)
+        return PrefillBounds(
+            long=budget // 2, least_chunk=max(1, budget // 6), per_decode=CHUNK_PER_DECODE, most=most or 1
+        )
+    return PrefillBounds(long=threshold, least_chunk=threshold, per_decode=0, most=most or 1)
 
 
 def tenant_weights(config: SchedulerConfig) -> dict[str, float]:

@@ -345,7 +345,7 @@ def test_live_choices_share_the_memory_of_their_prompt() -> None:
     def most_used(same: bool) -> float:
         scheduler = Scheduler(
             layout(2000, block_size=16),
-            SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+            SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, long_prefill_token_threshold=0),
             max_model_len=2048,
         )
         executor = ScriptedExecutor(lambda start: [1, 2, 3])

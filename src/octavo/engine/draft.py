@@ -1,0 +1,69 @@
+"""A step while it is being decided: how many tokens each request computes, and what is left for others.
+
+Decoding requests feel every token of a prompt that is computed beside them, so long prompts together get only a bounded part of a step
+in which anybody decodes; prompts that are short, which cost little and are waited for, come first in it. This module does not know blocks,
+slots or policies.
+"""
+
+from __future__ import annotations
+
+from octavo.contracts import SlotStart
+from octavo.engine.request import Request
+from octavo.engine.settings import PrefillBounds
+
+
+class Draft:
+    """One step to be. `num_decodes` counts the running requests that compute one token each."""
+
+    __slots__ = ("_bounds", "_budget", "_num_decodes", "num_tokens", "partial", "preempted", "starts", "work")
+
+    def __init__(self, budget: int, bounds: PrefillBounds, num_decodes: int) -> None:
+        self._budget = budget
+        self._bounds = bounds
+        self._num_decodes = num_decodes
+        self.work: dict[Request, int] = {}
+        """Tokens to be computed of each request that runs."""
+        self.num_tokens = 0
+        self.partial: list[Request] = []
+        """Those that this step does not compute to the end."""
+        self.starts: dict[Request, SlotStart] = {}
+        self.preempted: set[Request] = set()
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be given out."""
+        return self._budget - self.num_tokens
+
+    @property
+    def left_for_long(self) -> int:
+        """As `left`, to long prompts."""
+        if not self._num_decodes:
+            return self.left
+        return int(min(self.left, self._bounds.chunk(self._num_decodes) - (self.num_tokens - self._num_decodes)))
+
+    def assured(self, others_wait: bool) -> int:
+        """Tokens that long prompts which run already get before those that wait."""
+        chunk = self._bounds.chunk(self._num_decodes)
+        if others_wait:
+            return int(min(self._budget, max(1.0, chunk // 4)))
+        return int(min(self._budget, chunk)) if self._num_decodes else self._budget
+
+    def give(self, request: Request, count: int) -> int:
+        """Adds tokens of a request; returns the position after them."""
+        total = self.work.get(request, 0) + count
+        self.work[request] = total
+        self.num_tokens += count
+        end = request.num_computed + total
+        if end < len(request.token_ids):
+            if total == count:
+                self.partial.append(request)
+        elif total > count:
+            self.partial.remove(request)
+        return end
+
+    def drop(self, request: Request) -> None:
+        """Takes out a request that is preempted."""
+        self.num_tokens -= self.work.pop(request, 0)
+        self.preempted.add(request)
+        if request in self.partial:
+            self.partial.remove(request)
