@@ -47,7 +47,10 @@ class Answer(msgspec.Struct):
 
 
 class Engine:
-    """Scheduler and runner without threads. `num_preemptions`, `num_cached` and `num_copies` are totals."""
+    """Scheduler and runner without threads. `num_preemptions`, `num_cached` and `num_copies` are totals.
+
+    `chunk` bounds long prompts beside decodes; 0: nothing does, so that more of them hold memory at once.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Engine:
         swap_blocks: int = 0,
         folder: Path | None = None,
         namespace: bytes = b"model",
+        chunk: int | None = None,
     ) -> None:
         model = CpuBackend(threads=threads).load(
             make_forward(spec), random_tensors(spec, Format.Q4_1), dtype="auto", kv_dtype=kv_dtype
@@ -73,7 +77,9 @@ class Engine:
         disk = files and DiskSpace(max_bytes=1 << 26, overhead_bytes=OVERHEAD_BYTES, files=files.scan())
         self.scheduler = Scheduler(
             layout,
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, long_prefill_token_threshold=chunk
+            ),
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=caching,
             swap_bytes=swap_blocks * max(group.bytes_per_token for group in groups) * block_size,
@@ -170,6 +176,12 @@ def alone(spec: ModelSpec, engines: list[Engine]) -> tuple[list[GenerateRequest]
     return requests, answers
 
 
+def need_of(spec: ModelSpec, requests: Sequence[GenerateRequest]) -> int:
+    """Blocks that the longest request takes alone, in steps of 32 tokens."""
+    longest = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+    return max(blocks_for_request(group, longest, block_size=16, max_chunk=32) for group in spec.kv_groups(2.0))
+
+
 def test_batches_and_chunks(spec: ModelSpec, engines: list[Engine]) -> None:
     requests, expected = alone(spec, engines)
     settings: list[dict[str, int]] = [{}, {"budget": 64}, {"budget": 20}, {"budget": 7, "max_num_seqs": 5}]
@@ -206,16 +218,15 @@ def test_cold_and_warm_cache(spec: ModelSpec, engines: list[Engine]) -> None:
 
 
 def test_preemption(spec: ModelSpec, engines: list[Engine]) -> None:
-    """The pools hold little more than the longest request."""
+    """The pools hold just the longest request, or little more while nothing holds the others back."""
     requests, expected = alone(spec, engines)
-    longest = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
-    groups = spec.kv_groups(2.0)
-    need = max(blocks_for_request(group, longest, block_size=16, max_chunk=32) for group in groups)
+    need = need_of(spec, requests)
     for caching in (False, True):
-        engine = Engine(spec, budget=32, num_blocks=need + 4, caching=caching)
-        engines.append(engine)
-        assert engine.run(requests) == expected, f"caching {caching}"
-        assert engine.num_preemptions > 0
+        for num_blocks, chunk in ((need, None), (need + 2, 0)):
+            engine = Engine(spec, budget=32, num_blocks=num_blocks, chunk=chunk, caching=caching)
+            engines.append(engine)
+            assert engine.run(requests) == expected, f"caching {caching}, {num_blocks} blocks"
+            assert engine.num_preemptions > 0
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -247,11 +258,9 @@ def test_choices_that_share_a_prompt(spec: ModelSpec, engines: list[Engine], kv_
 def test_swapping(spec: ModelSpec, engines: list[Engine], caching: bool) -> None:
     """The pools hold little more than the longest request; what the others have computed goes to memory and comes back."""
     requests, expected = alone(spec, engines)
-    longest = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
-    groups = spec.kv_groups(2.0)
-    need = max(blocks_for_request(group, longest, block_size=16, max_chunk=32) for group in groups)
-    for swap_blocks in (5, 1000) if caching else (1000,):
-        engine = Engine(spec, budget=32, num_blocks=need + 4, caching=caching, swap_blocks=swap_blocks)
+    num_blocks = need_of(spec, requests) + 2
+    for swap_blocks in (2, 1000) if caching else (1000,):
+        engine = Engine(spec, budget=32, num_blocks=num_blocks, chunk=0, caching=caching, swap_blocks=swap_blocks)
         engines.append(engine)
         assert engine.run(requests) == expected, swap_blocks
         assert engine.num_preemptions > 0
