@@ -98,6 +98,12 @@ void register_sampler(nb::module_& m) {
           "slot"_a, "tokens"_a, "num_prompt_tokens"_a, nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
           "presence_penalty"_a, "frequency_penalty"_a, "repetition_penalty"_a, "seed"_a, "choice"_a, "min_tokens"_a,
           "end_ids"_a, "logit_bias"_a, "allowed_ids"_a.none(), "bad_words"_a, "logprobs"_a.none())
+      .def(
+          "extend",
+          [](Sampler& self, std::int32_t slot, const Vector<const std::int32_t>& tokens) {
+            self.extend(slot, view(tokens));
+          },
+          "slot"_a, "tokens"_a.noconvert())
       .def("stop", &Sampler::stop, "slot"_a)
       .def(
           "sample",

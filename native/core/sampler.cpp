@@ -133,6 +133,15 @@ void Sampler::start(std::int32_t slot, Sampling sampling, std::span<const std::i
   slots_[static_cast<std::size_t>(slot)] = std::move(fresh);
 }
 
+void Sampler::extend(std::int32_t slot, std::span<const std::int32_t> tokens) {
+  checked(slot);
+  for (const std::int32_t id : tokens)
+    if (id < 0 || id >= vocab_)
+      fail("forced tokens: token id " + std::to_string(id) + " is outside the vocabulary 0.." +
+           std::to_string(vocab_ - 1));
+  for (const std::int32_t id : tokens) slots_[static_cast<std::size_t>(slot)].append(id);
+}
+
 void Sampler::stop(std::int32_t slot) {
   checked(slot);
   slots_[static_cast<std::size_t>(slot)] = Slot{};

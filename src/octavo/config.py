@@ -170,6 +170,10 @@ class StructuredConfig(Section, frozen=True, kw_only=True):
         float,
         Help("seconds of CPU time to compile a schema or grammar, else the request is refused", low=1.0, high=3600.0),
     ] = 10.0
+    enable_jump_forward: Annotated[
+        bool,
+        Help("do not compute one by one the tokens that structured output leaves no choice of; outputs are the same"),
+    ] = True
     tool_call_parser: Annotated[
         Literal["hermes", "qwen", "llama3_json", "mistral", "pythonic", "deepseek_v3", "glm45", "glm47", "qwen3_coder"]
         | None,

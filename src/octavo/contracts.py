@@ -193,8 +193,9 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     them stands for positions that a prefix hit need not have. With `kept_blocks` every table is first cut to so many entries: what
     follows them has been replaced by blocks that others computed, so `start` may be beyond the last computed token.
     `freed_blocks[g]` counts table entries, from the front of the table, that no longer may be read (outside the window): all of
-    them, not only new ones; empty when no group has a window. With `sample`, the last position's logits give a new token, which
-    the runner appends to the slot's known tokens.
+    them, not only new ones; empty when no group has a window. `forced` tokens, which a grammar left no choice of, follow the one that
+    the slot sampled last: the runner appends them to the slot's known tokens before anything else. With `sample`, the last position's
+    logits give a new token, which the runner appends too.
     """
 
     slot: Slot
@@ -203,6 +204,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     new_blocks: tuple[tuple[int, ...], ...]
     kept_blocks: int | None = None
     freed_blocks: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
     sample: bool = False
 
 
@@ -280,7 +282,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one row of the plan, in the plan's order.
 
-    `token_ids` is empty when the row did not sample. `prompt_logprobs`, when the request asks for them, has one entry for each
+    `token_ids` is empty when the row did not sample. The executor gives one token; those that a grammar forces after it are added by the
+    loop. `prompt_logprobs`, when the request asks for them, has one entry for each
     prompt position start+1..start+count that is still within the prompt. `error` ends this request alone; with `invalid_request` the
     request itself is to blame for it.
     """
@@ -399,8 +402,11 @@ class Grammar(Protocol):
         """Begins to compute what each may sample next."""
         ...
 
-    def advance(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
-        """Moves a matcher on by sampled tokens."""
+    def advance(self, request_id: RequestId, token: int, *, jump: bool) -> Sequence[int]:
+        """Moves a matcher on by a sampled token, and with `jump` by the tokens that must follow it because no other may: it returns them.
+
+        None of them ends the output.
+        """
         ...
 
     def close(self, request_id: RequestId) -> None:

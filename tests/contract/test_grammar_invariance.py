@@ -1,4 +1,4 @@
-"""Outputs under grammars do not depend on the batch, chunks, a warm prefix cache or preemption, on a tiny model with real kernels."""
+"""Outputs under grammars do not depend on the batch, chunks, a warm prefix cache, preemption or jumps: a tiny model with real kernels."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ class _Script:
         self.num_unfinished = num_requests
         self.outcomes: dict[str, Outcome] = {}
         self.num_preemptions = 0
+        self.num_decode_steps = 0
+        """That gave tokens."""
 
     def receive(self, timeout_s: float | None) -> Sequence[EngineInput]:
         if self.batches:
@@ -79,10 +81,11 @@ class _Script:
                 logprobs + (event.logprobs or ()),
                 event.finish_reason,
             )
+            self.num_decode_steps += bool(event.token_ids)
             self.num_unfinished -= event.finish_reason is not None
 
 
-def requests_for(count: int) -> list[GenerateRequest]:
+def requests_for(count: int, logprobs: int | None) -> list[GenerateRequest]:
     stem = tuple(range(10, 50))
     return [
         GenerateRequest(
@@ -93,7 +96,7 @@ def requests_for(count: int) -> list[GenerateRequest]:
                 max_tokens=90,
                 temperature=1.5 if index % 2 else 0.0,
                 seed=index,
-                logprobs=2,
+                logprobs=logprobs,
                 eos_token_ids=(EOS,),
                 frequency_penalty=0.5,
             ),
@@ -111,7 +114,9 @@ def pool() -> Iterator[MatcherPool]:
     made.stop()
 
 
-def run(pool: MatcherPool, requests: Sequence[GenerateRequest], *, rounds: int = 1, **changes: int) -> list[_Script]:
+def run(
+    pool: MatcherPool, requests: Sequence[GenerateRequest], *, rounds: int = 1, jumps: bool = True, **changes: int
+) -> list[_Script]:
     """Each round sends all requests again, one a turn."""
     num_blocks, block_size = changes.pop("num_blocks", 400), 16
     model = CpuBackend(threads=1).load(make_forward(SPEC), random_tensors(SPEC, Format.Q4_1), dtype="auto")
@@ -124,7 +129,7 @@ def run(pool: MatcherPool, requests: Sequence[GenerateRequest], *, rounds: int =
     closing, runner.close = runner.close, lambda: None  # type: ignore[method-assign]
     for _ in range(rounds):
         script = _Script([[Add((request,))] for request in requests], len(requests))
-        EngineLoop(scheduler, runner, script, script, grammar=pool).run()
+        EngineLoop(scheduler, runner, script, script, grammar=pool, jumps=jumps).run()
         scheduler.check()
         scheduler.check_idle()
         scripts.append(script)
@@ -132,11 +137,21 @@ def run(pool: MatcherPool, requests: Sequence[GenerateRequest], *, rounds: int =
     return scripts
 
 
-def test_the_same_alone_in_a_batch_in_chunks_from_the_cache_and_after_preemption(pool: MatcherPool) -> None:
-    requests = requests_for(13)
+@pytest.mark.parametrize("logprobs", [2, None])
+def test_the_same_alone_in_a_batch_in_chunks_from_the_cache_and_after_preemption(
+    pool: MatcherPool, logprobs: int | None
+) -> None:
+    requests = requests_for(13, logprobs)
     expected: dict[str, Outcome] = {}
+    num_steps = num_sampled = 0
     for request in requests:
-        expected |= run(pool, [request])[0].outcomes
+        script = run(pool, [request], jumps=False)[0]
+        expected |= script.outcomes
+        num_steps += script.num_decode_steps
+        num_sampled += len(script.outcomes[request.request_id][0])
+    assert num_steps == num_sampled
+    jumped = [run(pool, [request])[0].num_decode_steps for request in requests]
+    assert (sum(jumped) < num_steps) == (logprobs is None)
     texts = {
         request.request_id: b"".join(PIECES[token] for token in expected[request.request_id][0] if token != EOS)
         for request in requests

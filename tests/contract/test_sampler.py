@@ -569,6 +569,11 @@ def test_a_resumed_sequence_goes_on_as_if_never_preempted(make_sampler: MakeSamp
         resumed = [sampler.sample(steps[i].copy(), [1], [3 + i])[0] for i in range(cut, 30)]
         assert resumed == whole[cut:]
         sampler.stop(1)
+        sampler.start(1, params, i32(known[:4]), 3)
+        sampler.extend(1, i32(known[4:]))
+        extended = [sampler.sample(steps[i].copy(), [1], [3 + i])[0] for i in range(cut, 30)]
+        assert extended == whole[cut:]
+        sampler.stop(1)
 
 
 # --- rows that cannot be sampled ------------------------------------------------------------------------------------
@@ -709,7 +714,11 @@ def test_misuse_is_refused_before_anything_changes(make_sampler: MakeSampler) ->
         sampler.start(0, sampling(), i32([0, 5]), 2)
     with pytest.raises(ValueError, match="not been started"):
         sampler.stop(0)
+    with pytest.raises(ValueError, match="not been started"):
+        sampler.extend(0, i32([1]))
     sampler.start(0, sampling(), i32([0]), 1)
+    with pytest.raises(ValueError, match="forced tokens: token id 5"):
+        sampler.extend(0, i32([1, 5]))
     with pytest.raises(ValueError, match="twice"):
         sampler.sample(np.zeros((2, 5), np.float32), [0, 0], [1, 2])
     with pytest.raises(ValueError, match="not been started"):

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.contracts import FinishReason, GenerateRequest, KVLayout, RequestId, Retention
 from octavo.engine import blocks_needed, capacity_tokens
-from support.fake_executor import VOCABULARY, FakeDisk, Faults, Harness, layout, request
+from support.fake_executor import FORCES, VOCABULARY, FakeDisk, Faults, Harness, layout, request
 
 MAX_MODEL_LEN = 64
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -41,6 +41,7 @@ def specs(draw: st.DrawFn, name: str) -> GenerateRequest:
         prompt_logprobs=draw(st.sampled_from([None, None, 0])),
         tenant=draw(st.sampled_from(["default", "a", "b"])),
         priority=draw(st.sampled_from([0, 0, -1, 3])),
+        grammar=draw(st.sampled_from([None, FORCES])),
     )
 
 

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.config import SchedulerConfig
 from octavo.contracts import (
     NULL_BLOCK,
@@ -48,6 +50,7 @@ from octavo.engine import Scheduler
 from octavo.errors import EngineError
 
 VOCABULARY = 97
+FORCES = "forces"
 
 
 def layout(*num_blocks: int, block_size: int = 4, window: int | None = None) -> KVLayout:
@@ -88,6 +91,13 @@ def _logprobs(token: int, content: int) -> TokenLogprobs:
 
 def _token(content: int) -> int:
     return content % VOCABULARY
+
+
+def forced_after(spec: GenerateRequest, token: int) -> tuple[int, ...]:
+    """What the grammar FORCES leaves no choice of after a token. It changes no tokens else."""
+    if spec.grammar != FORCES or spec.sampling.logprobs is not None:
+        return ()
+    return tuple((7 * token + place) % VOCABULARY for place in range(token % 6))
 
 
 @dataclass
@@ -140,20 +150,21 @@ def alone(spec: GenerateRequest, groups: Sequence[KVGroup], max_model_len: int) 
         if len(answer.token_ids) >= sampling.max_tokens:
             answer.finish_reason = FinishReason.LENGTH
             return answer
-        token = _token(contents[-1])
-        may_stop = len(answer.token_ids) >= sampling.min_tokens
-        tokens.append(token)
-        answer.token_ids += (token,)
+        sampled = _token(contents[-1])
         if sampling.logprobs is not None:
-            answer.logprobs += (_logprobs(token, contents[-1]),)
-        if may_stop and not sampling.ignore_eos and token in sampling.eos_token_ids:
-            answer.finish_reason = FinishReason.STOP
-        elif may_stop and token in sampling.stop_token_ids:
-            answer.finish_reason, answer.stop_token = FinishReason.STOP, token
-        elif len(answer.token_ids) >= sampling.max_tokens or len(tokens) >= max_model_len:
-            answer.finish_reason = FinishReason.LENGTH
-        if answer.finish_reason is not None:
-            return answer
+            answer.logprobs += (_logprobs(sampled, contents[-1]),)
+        for token in (sampled, *forced_after(spec, sampled)):
+            may_stop = len(answer.token_ids) >= sampling.min_tokens
+            tokens.append(token)
+            answer.token_ids += (token,)
+            if may_stop and not sampling.ignore_eos and token in sampling.eos_token_ids:
+                answer.finish_reason = FinishReason.STOP
+            elif may_stop and token in sampling.stop_token_ids:
+                answer.finish_reason, answer.stop_token = FinishReason.STOP, token
+            elif len(answer.token_ids) >= sampling.max_tokens or len(tokens) >= max_model_len:
+                answer.finish_reason = FinishReason.LENGTH
+            if answer.finish_reason is not None:
+                return answer
 
 
 @dataclass
@@ -225,6 +236,9 @@ class FakeExecutor:
     @property
     def bound_slots(self) -> set[int]:
         return set(self._slots)
+
+    def request_of(self, slot: int) -> RequestId:
+        return self._slots[slot].start.request_id
 
     def submit(self, plan: StepPlan) -> FakeExecutor:
         self.plans.append(plan)
@@ -336,6 +350,7 @@ class FakeExecutor:
         elif state.computed is not None:
             assert row.start == state.computed or row.start > state.computed, "computed tokens are repeated"
             assert row.start == state.computed or state.computed % self.layout.block_size == 0, "tokens are skipped"
+        state.tokens += row.forced
         assert 0 < row.count <= len(state.tokens) - row.start, "a row computes unknown tokens, or none"
         assert not row.sample or row.start + row.count == len(state.tokens), "a row samples before its last known token"
         end = row.start + row.count
@@ -543,6 +558,7 @@ class Harness:
             try:
                 result = self.executor.submit(plan).sample()
                 self.scheduler.verify(plan, result)
+                result = msgspec.structs.replace(result, rows=tuple(map(self._with_forced, result.rows)))
             except (RuntimeError, EngineError) as error:
                 self.cancel(*cancel_in_flight)
                 output = self.scheduler.fail(plan, EngineError(str(error)))
@@ -555,6 +571,12 @@ class Harness:
         elif (aside := self.scheduler.flush()) is not None:
             self.outbox.send(aside)
         return plan
+
+    def _with_forced(self, row: RowResult) -> RowResult:
+        if not row.token_ids:
+            return row
+        spec = self.added[self.executor.request_of(row.slot)]
+        return msgspec.structs.replace(row, token_ids=(*row.token_ids, *forced_after(spec, row.token_ids[0])))
 
     def run_steps(self, count: int) -> None:
         for _ in range(count):

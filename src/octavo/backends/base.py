@@ -169,6 +169,13 @@ class Sampler(Protocol):
         """
         ...
 
+    def extend(self, slot: int, token_ids: I32) -> None:
+        """Adds tokens [n] that follow the last known one without having been sampled to a slot's counts.
+
+        Raises ValueError, before anything changes, for a slot that is free or a token id out of range.
+        """
+        ...
+
     def stop(self, slot: int) -> None:
         """Frees a slot. Raises ValueError when it is free."""
         ...

@@ -1,4 +1,5 @@
-"""The grammar side of the loop: requests that wait for their matcher, rows of a step that need a mask, matchers that follow tokens.
+"""The grammar side of the loop: requests that wait for their matcher, rows of a step that need a mask, matchers that follow tokens, and
+tokens that need not be sampled because a grammar allows no other.
 
 A request with a grammar reaches the scheduler only once its matcher is there, so that no step waits for one. A preempted request keeps
 its matcher: it belongs to the request, not to a slot. This module does not know what a grammar is.
@@ -8,7 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.contracts import EngineOutput, GenerateRequest, Grammar, RequestId, Slot, StepMasks, StepPlan
+import msgspec
+
+from octavo.contracts import (
+    EngineOutput,
+    GenerateRequest,
+    Grammar,
+    RequestId,
+    RowResult,
+    Slot,
+    StepMasks,
+    StepPlan,
+    StepResult,
+)
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
 
@@ -19,15 +32,16 @@ SETTLE_S = 0.5
 
 
 class Constraints:
-    """Of one loop. Without a `grammar` requests that have one are refused."""
+    """Of one loop. Without a `grammar` requests that have one are refused. `jumps`: forced tokens are taken at once."""
 
-    def __init__(self, scheduler: Scheduler, grammar: Grammar | None) -> None:
+    def __init__(self, scheduler: Scheduler, grammar: Grammar | None, *, jumps: bool = True) -> None:
         self._scheduler = scheduler
         self._grammar = grammar
+        self._jumps = jumps
         self._held: dict[RequestId, GenerateRequest] = {}
         """Not yet the scheduler's."""
-        self._open: set[RequestId] = set()
-        """Have a matcher, held or scheduled."""
+        self._open: dict[RequestId, bool] = {}
+        """Have a matcher, held or scheduled. The value: whether they may jump."""
         self._bound: dict[Slot, RequestId] = {}
         self._prepared = grammar is None
 
@@ -58,7 +72,7 @@ class Constraints:
             self._scheduler.add(request, error)
         else:
             self._held[request.request_id] = request
-            self._open.add(request.request_id)
+            self._open[request.request_id] = self._jumps and _may_jump(request)
             self._grammar.open(request.request_id, request.grammar)
 
     def admit(self) -> None:
@@ -96,15 +110,37 @@ class Constraints:
         ]
         return self._grammar.masks(rows) if rows else None
 
-    def follow(self, output: EngineOutput) -> None:
-        """Moves matchers on by what was sampled, and forgets those of finished requests."""
+    def follow(self, result: StepResult) -> StepResult:
+        """Moves matchers on by what was sampled. The result with the tokens that must follow."""
+        if not self._bound or not self._open:
+            return result
+        return msgspec.structs.replace(result, rows=tuple(map(self._followed, result.rows)))
+
+    def _followed(self, row: RowResult) -> RowResult:
+        request_id = self._bound.get(row.slot)
+        if not row.token_ids or request_id is None or self._grammar is None:
+            return row
+        jump = self._open.get(request_id)
+        if jump is None:
+            return row
+        forced = self._grammar.advance(request_id, row.token_ids[0], jump=jump)
+        return msgspec.structs.replace(row, token_ids=(*row.token_ids, *forced)) if forced else row
+
+    def forget(self, output: EngineOutput) -> None:
+        """Drops the matchers of finished requests."""
         if not self._open or self._grammar is None:
             return
         for event in output.events:
-            if event.request_id not in self._open:
-                continue
-            if event.finish_reason is None:
-                self._grammar.advance(event.request_id, event.token_ids)
-            else:
-                self._open.remove(event.request_id)
+            if event.finish_reason is not None and self._open.pop(event.request_id, None) is not None:
                 self._grammar.close(event.request_id)
+
+
+def _may_jump(request: GenerateRequest) -> bool:
+    """Whether a token that the grammar forces is certain to be what sampling would give, and nothing is wanted of it but the token."""
+    sampling = request.sampling
+    return (
+        sampling.logprobs is None
+        and sampling.allowed_token_ids is None
+        and not sampling.bad_words
+        and not (sampling.min_tokens and sampling.stop_token_ids)
+    )

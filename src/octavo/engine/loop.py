@@ -1,7 +1,7 @@
 """The engine loop: messages in, steps through the executor, outputs out. The same in a thread and in a child process.
 
 One turn: take messages, plan, submit, begin the masks of grammars, deliver what the step *before* did while this one computes, sample,
-commit. So the executor does not wait for delivery. While nothing runs the loop blocks in the inbox and uses no CPU.
+let matchers follow, commit. So the executor does not wait for delivery. While nothing runs the loop blocks in the inbox and uses no CPU.
 
 Whose fault an exception is decides what it ends. From the executor: the requests of that step. From the scheduler or the
 mailboxes: a bug of ours, after which nothing can be trusted, so all requests end with an error and the exception goes to
@@ -40,8 +40,8 @@ _log = logging.getLogger("octavo")
 class EngineLoop:
     """Drives an executor by a scheduler. Owns both from construction on; closes the executor when it ends.
 
-    Without a `grammar` requests that have one are refused. `clock` gives seconds, on the clock of the scheduler and of
-    `GenerateRequest.arrival_s`.
+    Without a `grammar` requests that have one are refused; with `jumps`, tokens that one forces are not sampled. `clock` gives seconds,
+    on the clock of the scheduler and of `GenerateRequest.arrival_s`.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         *,
         grammar: Grammar | None = None,
+        jumps: bool = True,
     ) -> None:
         self._scheduler = scheduler
-        self._constraints = Constraints(scheduler, grammar)
+        self._constraints = Constraints(scheduler, grammar, jumps=jumps)
         self._executor = executor
         self._inbox = inbox
         self._outbox = outbox
@@ -127,7 +128,7 @@ class EngineLoop:
             self._check_idle()
         else:
             self._undelivered = self._step(plan)
-            self._constraints.follow(self._undelivered)
+            self._constraints.forget(self._undelivered)
 
     def _step(self, plan: StepPlan) -> EngineOutput:
         started_s = self._clock()
@@ -143,7 +144,7 @@ class EngineLoop:
             self._scheduler.verify(plan, result)
         except Exception as error:  # noqa: BLE001 - as above
             return self._scheduler.fail(plan, _step_error(plan, error))
-        return self._scheduler.commit(plan, result, self._clock() - started_s)
+        return self._scheduler.commit(plan, self._constraints.follow(result), self._clock() - started_s)
 
     def _deliver(self) -> None:
         """Sends the last step's output, then what happened outside of steps: refusals, cancels, a changed state while idle."""
@@ -153,7 +154,7 @@ class EngineLoop:
         if self._scheduler.has_events or not self._scheduler.has_work:
             aside = self._scheduler.flush()
             if aside is not None:
-                self._constraints.follow(aside)
+                self._constraints.forget(aside)
                 self._outbox.send(aside)
 
     def _check_idle(self) -> None:

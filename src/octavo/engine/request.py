@@ -1,7 +1,7 @@
 """One sequence in the engine: two numbers, *known* and *computed* tokens, a status, and how it ends.
 
-Known tokens are the prompt and what was sampled; computed are those whose KV is written. All of the scheduler's work is to compute some of
-the known-but-not-computed ones. This module does not know blocks' rules, other requests or steps.
+Known tokens are the prompt and what was sampled or forced; computed are those whose KV is written. All of the scheduler's work is to
+compute some of the known-but-not-computed ones. This module does not know blocks' rules, other requests or steps.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Request:
         "num_pinned_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_untold",
         "order",
         "prompt_logprobs",
         "scheduled_s",
@@ -81,6 +82,8 @@ class Request:
         self.num_charged = 0
         """Positions that the policy counted as service: those computed for the first time, and those that a first hit brought."""
         self.num_preemptions = 0
+        self.num_untold = 0
+        """Tokens at the end that were forced after the last sampled one, and that the executor is still to be told."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
         self.first_event_sent = False
         self.scheduled_s: float | None = None
@@ -130,7 +133,7 @@ class Request:
         self.status = to
 
     def append(self, token: int) -> tuple[FinishReason | None, int | None]:
-        """Adds a sampled token. Returns why it ends the request, if it does, and the stop token id that ended it.
+        """Adds a sampled or forced token. Returns why it ends the request, if it does, and the stop token id that ended it.
 
         End-of-sequence and stop ids count only after `min_tokens` tokens (the sampler does not choose them before). The token that ends a
         request is part of its output.

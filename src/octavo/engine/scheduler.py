@@ -343,6 +343,8 @@ class Scheduler:
     def _row(self, request: Request, count: int) -> RowPlan:
         end = request.num_computed + count
         kept_blocks, new_blocks = self._kv.tell(request.blocks)
+        forced = tuple(request.token_ids[-request.num_untold :]) if request.num_untold else ()
+        request.num_untold = 0
         assert request.slot is not None
         return RowPlan(
             slot=request.slot,
@@ -351,6 +353,7 @@ class Scheduler:
             new_blocks=new_blocks,
             kept_blocks=kept_blocks,
             freed_blocks=self._kv.freed(request.blocks),
+            forced=forced,
             sample=end == len(request.token_ids) and not request.at_length_limit,
         )
 
@@ -474,6 +477,7 @@ class Scheduler:
         insort(self._running, request, key=lambda running: running.order)
         request.move(Status.RUNNING)
         request.slot = self._free_slots.pop()
+        request.num_untold = 0
         request.num_computed = hit.num_tokens
         request.num_charged = max(request.num_charged, hit.num_tokens)
         self._kv.take(request.blocks, hit)
@@ -524,7 +528,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, step_s: float = 0.0) -> EngineOutput:
         """Applies a finished step, whose result passed `verify`: publishes full blocks, adds tokens, ends requests.
 
-        `step_s` is how long the step took.
+        A row that sampled may have more tokens than it passed with, those forced after it. `step_s` is how long the step took.
         """
         now_s = self._clock()
         self._kv.landed(result.traffic, plan.num_tokens, step_s)
@@ -586,9 +590,14 @@ class Scheduler:
         if outcome.prompt_logprobs is not None:
             request.collect_prompt_logprobs(row.start, outcome.prompt_logprobs)
         if row.sample:
-            token = outcome.token_ids[0]
-            reason, stop_token = request.append(token)
-            self._tally.num_generated_tokens += 1
+            known = request.num_known
+            for token in outcome.token_ids:
+                reason, stop_token = request.append(token)
+                if reason is not None:
+                    break
+            count = request.num_known - known
+            request.num_untold = count - 1
+            self._tally.num_generated_tokens += count
             if request.first_token_s is None:
                 if request.spec.pin:
                     request.num_pinned_tokens = self._kv.pin(request.blocks, request.num_prompt_tokens)
@@ -599,7 +608,7 @@ class Scheduler:
             else:
                 self._tally.itl_s.append(now_s - request.last_token_s)
             request.last_token_s = now_s
-            event = request.event((token,), outcome.logprobs, reason, stop_token)
+            event = request.event(outcome.token_ids[:count], outcome.logprobs, reason, stop_token)
             if reason is None:
                 self._tally.events.append(event)
             else:

@@ -63,13 +63,14 @@ class Back:
     scheduler: Scheduler
     executor: Executor
     grammar: MatcherPool | None = None
+    jumps: bool = True
 
     def run(self, inbox: Inbox, outbox: Outbox) -> None:
         """Runs the engine loop until it is told to shut down."""
         from octavo.engine import EngineLoop
 
         try:
-            EngineLoop(self.scheduler, self.executor, inbox, outbox, grammar=self.grammar).run()
+            EngineLoop(self.scheduler, self.executor, inbox, outbox, grammar=self.grammar, jumps=self.jumps).run()
         finally:
             if self.grammar is not None:
                 self.grammar.stop()
@@ -337,7 +338,8 @@ def load_back(
         max_request_tokens=scheduler.max_request_tokens,
         warnings=budget.warnings,
     )
-    return Back(facts, scheduler, executor, _matchers(tokenizer or (lambda: load_tokenizer(checkpoint)), config))
+    matchers = _matchers(tokenizer or (lambda: load_tokenizer(checkpoint)), config)
+    return Back(facts, scheduler, executor, matchers, config.structured.enable_jump_forward)
 
 
 def _matchers(tokenizer: Callable[[], Tokenizer], config: Config) -> MatcherPool:

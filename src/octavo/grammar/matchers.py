@@ -41,6 +41,10 @@ class _Matcher:
         self.native = native
         self.token_ids: list[int] = []
 
+    def take(self, token_ids: list[int]) -> None:
+        self.token_ids += token_ids
+        self.native.consume_tokens(token_ids)
+
 
 class MatcherPool:
     """`contracts.Grammar` by llguidance.
@@ -57,6 +61,7 @@ class MatcherPool:
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._row_words = 0
+        self._eos_ids: frozenset[int] = frozenset()
         self._matchers: dict[RequestId, _Matcher] = {}
         self._waiting: dict[str, list[RequestId]] = {}
         """By the source that is being compiled for them."""
@@ -81,6 +86,7 @@ class MatcherPool:
 
             table, spell = self._load()
             self._row_words = -(-len(table.pieces) // 32)
+            self._eos_ids = frozenset(table.eos_ids)
             self._native = LLExecutor(num_threads=self._num_threads)
             self._tokenizer = make_tokenizer(table, spell)
 
@@ -119,11 +125,21 @@ class MatcherPool:
         matchers = [self._matchers[request_id] for _, request_id in rows]
         return _Masks([slot for slot, _ in rows], self._masking.submit(self._fill, matchers))
 
-    def advance(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+    def advance(self, request_id: RequestId, token: int, *, jump: bool) -> Sequence[int]:
         """See `contracts.Grammar`. A token that the grammar does not allow leaves a matcher that allows none."""
         matcher = self._matchers[request_id]
-        matcher.token_ids += token_ids
-        matcher.native.consume_tokens(list(token_ids))
+        matcher.take([token])
+        if not jump:
+            return ()
+        # The same as taking tokens for as long as the mask leaves one, which would cost a mask each.
+        forced: list[int] = matcher.native.compute_ff_tokens()
+        for place, following in enumerate(forced):
+            if following in self._eos_ids:
+                del forced[place:]
+                break
+        if forced:
+            matcher.take(forced)
+        return forced
 
     def close(self, request_id: RequestId) -> None:
         """See `contracts.Grammar`."""

@@ -53,11 +53,12 @@ def prepare_schema(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
         for subschema in _subschemas(schema, field):
             _check_min_properties(subschema, field)
     text = json.dumps(schema, ensure_ascii=False)
-    prepared = dict(_changed(schema, _narrowed) if '"exclusiveM' in text else schema)
+    prepared = dict(_changed(schema, _narrowed) if '"exclusiveM' in text or '"date' in text else schema)
     prepared[_OPTIONS] = _options(spec, text)
     return prepared
 
 
+_FROM_YEAR_1 = "^(000[1-9]|00[1-9]|0[1-9]|[1-9])"
 _NEARLY = 1e-9
 _WHOLE = 10**6
 """Above it a float64 has no room for a distance of `_NEARLY`, times the number, that is worth keeping."""
@@ -81,11 +82,14 @@ def known_schema(schema: Any) -> Any:
 
 
 def _narrowed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with exclusive bounds that are whole numbers moved inwards by next to nothing, as inclusive ones.
+    """The schema with exclusive bounds that are whole numbers moved inwards by next to nothing, as inclusive ones, and dates from year 1.
 
     llguidance 1.9 lets the bare number through when the other bound has the same whole part: 10 for more than 10 and at most 10.5.
+    The year 0000 is right by RFC 3339, but Python and others have none.
     """
     narrowed = dict(schema)
+    if schema.get("format") in ("date", "date-time") and not schema.keys() & {"pattern", "enum", "const"}:
+        narrowed["pattern"] = _FROM_YEAR_1
     for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         bound = schema.get(exclusive)
         if isinstance(bound, bool) or not isinstance(bound, (int, float)) or bound != bound // 1 or abs(bound) > _WHOLE:

@@ -90,6 +90,8 @@ class ModelRunner:
         for start in plan.starts:
             self._start(start)
         for row in plan.rows:
+            if row.forced:
+                self._append(row)
             assert row.start + row.count <= self._num_known[row.slot], "a row computes tokens that are not known"
             self._update_tables(row)
         return _Step(self, plan)
@@ -118,6 +120,13 @@ class ModelRunner:
         self._num_known[start.slot] = len(known)
         self._sampler.start(start.slot, start.sampling, known, start.num_prompt_tokens)
         self._starts[start.slot] = start
+
+    def _append(self, row: RowPlan) -> None:
+        forced = np.array(row.forced, np.int32)
+        known = self._num_known[row.slot]
+        self._tokens[row.slot, known : known + len(forced)] = forced
+        self._num_known[row.slot] = known + len(forced)
+        self._sampler.extend(row.slot, forced)
 
     def _update_tables(self, row: RowPlan) -> None:
         for group, blocks in enumerate(row.new_blocks):

@@ -46,6 +46,8 @@ class ScriptedExecutor:
             self._slots.pop(slot, None)
         for start in plan.starts:
             self._slots[start.slot] = _Running(start, tuple(self._script(start)))
+        for row in plan.rows:
+            self._slots[row.slot].tokens += row.forced
         return _ScriptedStep(self, plan)
 
     def close(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.contracts import (
@@ -20,7 +22,7 @@ from octavo.contracts import (
     StepResult,
 )
 from octavo.engine import EngineLoop, Scheduler
-from support.fake_executor import CollectingOutbox, FakeExecutor, ScriptedInbox, layout, request
+from support.fake_executor import VOCABULARY, CollectingOutbox, FakeExecutor, ScriptedInbox, layout, request
 
 KV = layout(20)
 A, B = RequestId("a"), RequestId("b")
@@ -42,6 +44,7 @@ class Grammars:
         self.log: list[tuple[object, ...]] = []
         self.pending: list[tuple[RequestId, str | None]] = []
         self.masked: list[list[RequestId]] = []
+        self.forced: tuple[int, ...] = ()
 
     def prepare(self) -> None:
         self.log.append(("prepare",))
@@ -61,8 +64,9 @@ class Grammars:
         self.masked.append([request_id for _, request_id in rows])
         return _Masks([slot for slot, _ in rows])
 
-    def advance(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
-        self.log.append(("advance", request_id, *token_ids))
+    def advance(self, request_id: RequestId, token: int, *, jump: bool) -> Sequence[int]:
+        self.log.append(("advance", request_id, token))
+        return self.forced if jump else ()
 
     def close(self, request_id: RequestId) -> None:
         self.log.append(("close", request_id))
@@ -96,12 +100,48 @@ def test_a_request_waits_for_its_matcher_and_is_followed_to_its_end() -> None:
         ("open", A),
         ("advance", A, tokens[0]),
         ("advance", A, tokens[1]),
+        ("advance", A, tokens[2]),
         ("close", A),
     ]
     assert grammars.masked == [[A]] * 3
     # The other one ran while the matcher was being made.
     assert executor.slots[:2] == [None, None]
     assert sum(slots is not None for slots in executor.slots) == 3
+
+
+def test_forced_tokens_are_not_sampled() -> None:
+    """They count like others, also those that the limit cuts off, and what follows depends on them."""
+    grammars = Grammars()
+    grammars.forced = (5, 6)
+    outbox, executor = run(grammars, [add("a", max_tokens=8)], *[[]] * 8, [Shutdown()])
+    answer = outbox.answers[A]
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert [answer.token_ids[place] for place in (1, 2, 4, 5, 7)] == [5, 6, 5, 6, 5]
+    assert len(answer.token_ids) == 8
+    assert [len(event.token_ids) for output in outbox.outputs for event in output.events] == [3, 3, 2]
+    assert [row.count for plan in executor.plans for row in plan.rows] == [3, 3, 3]
+    assert sum(output.stats.num_generated_tokens for output in outbox.outputs) == 8
+    prompt = (1, 2, 3, *answer.token_ids[:3])
+    afresh, _ = run(None, [Add((request("a", prompt, 1),))], *[[]] * 3, [Shutdown()])
+    assert afresh.answers[A].token_ids == answer.token_ids[3:4]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": 0},
+        {"allowed_token_ids": tuple(range(VOCABULARY))},
+        {"bad_words": ((1,),)},
+        {"min_tokens": 1, "stop_token_ids": (200,)},
+    ],
+)
+def test_what_sampling_might_refuse_or_tell_of_is_sampled(fields: dict[str, Any]) -> None:
+    grammars = Grammars()
+    grammars.forced = (5, 6)
+    spec = msgspec.structs.replace(request("a", (1, 2, 3), 4, **fields), grammar="g")
+    outbox, executor = run(grammars, [Add((spec,))], *[[]] * 8, [Shutdown()])
+    assert [row.count for plan in executor.plans for row in plan.rows] == [3, 1, 1, 1]
+    assert outbox.answers[A].token_ids[1:3] != (5, 6)
 
 
 def test_without_a_matcher_the_request_ends_alone() -> None:

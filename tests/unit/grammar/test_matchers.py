@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.bench.schemas import random_schema
 from octavo.contracts import RequestId, Slot
 from octavo.grammar import GrammarKind, GrammarSpec, limits
 from octavo.grammar.matchers import MatcherPool
@@ -65,7 +67,7 @@ def accepts(pool: MatcherPool, tokenizer: Tokenizer, text: str, grammar: str, *,
         for token in tokenizer.encode(text, add_special_tokens=False):
             if token not in allowed(pool, request_id)[0]:
                 return False
-            pool.advance(request_id, [token])
+            pool.advance(request_id, token, jump=False)
         return not ends or tokenizer.eos_token_ids[0] in allowed(pool, request_id)[0]
     finally:
         pool.close(request_id)
@@ -90,6 +92,14 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
             ["10", "10.0", "10.50001"],
         ),
         ("json", {"type": "number", "minimum": -10.5, "exclusiveMaximum": -10}, ["-10.5", "-10.01"], ["-10", "-10.0"]),
+        (
+            "json",
+            {"type": "string", "format": "date"},
+            ['"0001-01-01"', '"2024-02-29"'],
+            ['"0000-01-01"', '"2024-2-29"'],
+        ),
+        ("json", {"format": "date-time"}, ['"2024-02-29T01:02:03Z"', "1"], ['"0000-01-01T00:00:00Z"', '"2024-02-29"']),
+        ("json", {"enum": ["x", 1], "format": "date"}, ["1"], ['"2024-02-29"']),
         ("json", {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 6}, ["4", "5"], ["3", "6"]),
         ("regex", r"\d{2}/x", ["12/x"], ["1/x", "12/xx", "\u0661\u0662/x"]),
         ("choice", ["yes", "no", "no way"], ["yes", "no", "no way"], ["maybe", "no wa", "yess"]),
@@ -114,7 +124,7 @@ def test_blanks_are_bounded(pool: MatcherPool, tokenizer: Tokenizer) -> None:
             break
         blanks = [token for token in options if tokenizer.token_bytes(token).isspace()]
         generated.append(min(blanks, key=lambda token: len(tokenizer.token_bytes(token)), default=min(options)))
-        pool.advance(request_id, generated[-1:])
+        pool.advance(request_id, generated[-1], jump=False)
         assert len(generated) < 60
     pool.close(request_id)
     assert json.loads(tokenizer.decode(generated, skip_special_tokens=True)) == {}
@@ -164,7 +174,7 @@ def walk(pool: MatcherPool, request_id: RequestId, tokens: Sequence[int]) -> lis
     masks = []
     for token in tokens:
         masks.append(allowed(pool, request_id)[0])
-        pool.advance(request_id, [token])
+        pool.advance(request_id, token, jump=False)
     return masks
 
 
@@ -186,12 +196,38 @@ def test_rows_do_not_depend_on_each_other(pool: MatcherPool, tokenizer: Tokenize
         for index, mask in zip(rows, allowed(pool, *[ids[index] for index in rows]), strict=True):
             assert mask == alone[step - index]
         for index in rows:
-            pool.advance(ids[index], [text[step - index]])
+            pool.advance(ids[index], text[step - index], jump=False)
         assert token is not None
     for request_id in ids:
         pool.close(request_id)
     assert walk(pool, opened(pool, "later", grammar), text) == alone
     pool.close(RequestId("later"))
+
+
+def test_jumps_go_where_masks_leave_one_token_and_nowhere_else(pool: MatcherPool, tokenizer: Tokenizer) -> None:
+    eos = set(tokenizer.eos_token_ids)
+    rng = random.Random(3)
+    num_forced = 0
+    for seed in range(20):
+        grammar = source("json", random_schema(seed))
+        jumping, walking = opened(pool, "jumping", grammar), opened(pool, "walking", grammar)
+        for _ in range(30):
+            options = allowed(pool, jumping)[0]
+            token = rng.choice(sorted(options)[:40])
+            if token in eos:
+                break
+            forced = pool.advance(jumping, token, jump=True)
+            assert not pool.advance(walking, token, jump=False)
+            for only in forced:
+                assert allowed(pool, walking)[0] == {only}
+                assert not pool.advance(walking, only, jump=False)
+            after, same = allowed(pool, walking, jumping)
+            assert after == same
+            assert len(after) > 1 or after <= eos
+            num_forced += len(forced)
+        pool.close(jumping)
+        pool.close(walking)
+    assert num_forced > 100
 
 
 def test_a_worn_lexer_is_made_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +246,7 @@ def test_a_matcher_that_cannot_go_on_says_so(tokenizer: Tokenizer) -> None:
     pool = MatcherPool(lambda: (table_of(tokenizer), spell_of(tokenizer)), num_threads=1)
     fine = opened(pool, "fine", source("regex", "a+"))
     lost = opened(pool, "lost", source("regex", "a+"))
-    pool.advance(lost, tokenizer.encode("b", add_special_tokens=False))
+    assert not pool.advance(lost, tokenizer.encode("b", add_special_tokens=False)[0], jump=True)
     masks = pool.masks([(Slot(3), lost), (Slot(1), fine)])
     bits = masks.wait()
     assert list(bits.failures) == [0]

@@ -78,7 +78,13 @@ def start(
 
 
 def row(
-    slot: int, begin: int, count: int, *blocks: Sequence[int], sample: bool = False, freed: Sequence[int] = ()
+    slot: int,
+    begin: int,
+    count: int,
+    *blocks: Sequence[int],
+    sample: bool = False,
+    freed: Sequence[int] = (),
+    forced: Sequence[int] = (),
 ) -> RowPlan:
     return RowPlan(
         slot=Slot(slot),
@@ -86,6 +92,7 @@ def row(
         count=count,
         new_blocks=tuple(tuple(group) for group in blocks),
         freed_blocks=tuple(freed),
+        forced=tuple(forced),
         sample=sample,
     )
 
@@ -140,6 +147,19 @@ def test_batches_hold_exactly_what_the_plan_says() -> None:
     assert batch.tables[0].tolist() == [[13, NULL_BLOCK], [11, 12]]
     assert batch.tables[1].tolist() == [[23, NULL_BLOCK], [NULL_BLOCK, 22]]
     assert [one.token_ids for one in results] == [(4,), (11,)]
+
+
+def test_forced_tokens_are_computed_after_the_sampled_one_and_counted() -> None:
+    runner, model = fake_runner()
+    once = TokenSampling(max_tokens=9, temperature=0.0, frequency_penalty=100.0)
+    (first,) = step(runner, row(1, 0, 2, (1,), sample=True), starts=[start(1, [4, 5], once)])
+    assert first.token_ids == (6,)
+    (second,) = step(runner, row(1, 2, 3, (2,), sample=True, forced=(20, 21)))
+    assert model.batches[1].tokens.tolist() == [6, 20, 21]
+    assert model.batches[1].positions.tolist() == [2, 3, 4]
+    assert second.token_ids == (22,)
+    (third,) = step(runner, row(1, 5, 2, (), sample=True, forced=(19,)))
+    assert third.token_ids != (20,)  # it has been there
 
 
 def test_a_released_slot_starts_afresh() -> None:

@@ -51,6 +51,10 @@ class CpuSampler:
             logprobs=sampling.logprobs,
         )
 
+    def extend(self, slot: int, token_ids: I32) -> None:
+        """Adds known tokens. See `Sampler.extend`."""
+        self._native.extend(slot, token_ids)
+
     def stop(self, slot: int) -> None:
         """Frees a slot."""
         self._native.stop(slot)

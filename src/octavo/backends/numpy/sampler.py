@@ -58,6 +58,13 @@ class NumpySampler:
         self._check_ids("bad_words", [token for word in sampling.bad_words for token in word])
         self._slots[slot] = _Slot(sampling, tokens, num_prompt_tokens)
 
+    def extend(self, slot: int, token_ids: I32) -> None:
+        """Adds known tokens. See `Sampler.extend`."""
+        bound, tokens = self._bound(slot), token_ids.tolist()
+        self._check_ids("forced tokens", tokens)
+        for token in tokens:
+            bound.append(token)
+
     def stop(self, slot: int) -> None:
         """Frees a slot."""
         self._bound(slot)
