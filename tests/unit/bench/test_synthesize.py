@@ -55,6 +55,8 @@ def test_the_gguf_package_reads_the_file(tmp_path: Path, form: Format) -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert sum(int(np.prod(tensor.shape)) for tensor in tensors.values()) == parameters
     assert tensors["blk.1.ffn_down.weight"].tensor_type.name.lower() == form
+    (file_type,) = reader.fields["general.file_type"].parts[reader.fields["general.file_type"].data[0]]
+    assert gguf.LlamaFileType(file_type).name.lower().removeprefix("mostly_") == form
     assert tensors["token_embd.weight"].tensor_type.name.lower() == ("q8_0" if form.value.startswith("q4") else form)
     values = gguf.dequantize(tensors["blk.0.ffn_up.weight"].data, tensors["blk.0.ffn_up.weight"].tensor_type)
     assert values.shape == (96, 64)

@@ -27,6 +27,8 @@ from octavo.runner.load import read_spec
 from octavo.text.vocabulary import byte_level_alphabet
 
 FORMATS = (Format.Q4_0, Format.Q4_1, Format.Q8_0, Format.BF16, Format.F16)
+_FILE_TYPES = {Format.F16: 1, Format.Q4_0: 2, Format.Q4_1: 3, Format.Q8_0: 7, Format.BF16: 32}
+"""`general.file_type` of the GGUF specification, without which OpenVINO GenAI refuses a file."""
 _CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -119,6 +121,8 @@ def _describe(shape: Shape, form: Format, like: str | None) -> tuple[dict[str, A
     tokenizer = _resized(tokenizer, sizes["vocab"]) if tokenizer else byte_level_tokenizer(sizes["vocab"])
     facts = {
         "general.architecture": "llama",
+        "general.file_type": _FILE_TYPES[form],
+        "general.quantization_version": 2,
         "llama.block_count": sizes["layers"],
         "llama.context_length": sizes["context"],
         "llama.embedding_length": sizes["hidden"],
