@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 CPP := $(wildcard native/*/*.cpp native/*/*.h tests/native/*.cpp tests/native/*.h)
 NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
 
-.PHONY: setup format check docs test bench native-test soak soak-short clean
+.PHONY: setup format check docs test bench native-test soak soak-short fuzz fuzz-short clean
 
 setup: ## virtual environment with octavo (editable) and all tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -48,6 +48,12 @@ soak: ## long run against a real server; writes benchmarks/results
 
 soak-short: ## the same in a minute, for CI
 	$(BIN)/python scripts/soak.py --minutes 0.7 --no-result
+
+fuzz: ## random right and wrong requests to all endpoints of a real server; writes benchmarks/results
+	$(BIN)/python scripts/fuzz.py --minutes 10
+
+fuzz-short: ## the same in half a minute, for CI
+	$(BIN)/python scripts/fuzz.py --minutes 0.5 --no-result
 
 clean:
 	rm -rf build dist .venv src/octavo/backends/cpu/_native*.so

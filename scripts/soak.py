@@ -147,6 +147,19 @@ def soak(minutes: float, seed: int, flags: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write_result(result: dict[str, Any]) -> None:
+    """Keeps a result under benchmarks/results, named after what it is of."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    machine = f"{os.cpu_count()}x{platform.machine()}"
+    path = ROOT / "benchmarks" / "results" / f"{date}-{machine}-{commit.stdout.strip()}-{result['what']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path.relative_to(ROOT)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
@@ -157,15 +170,7 @@ def main() -> int:
     for fault in result["faults"]:
         print(f"FAULT: {fault}")
     if not arguments.no_result:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-        machine = f"{os.cpu_count()}x{platform.machine()}"
-        path = ROOT / "benchmarks" / "results" / f"{date}-{machine}-{commit.stdout.strip()}-soak.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {path.relative_to(ROOT)}")
+        write_result(result)
     print("no faults" if not result["faults"] else f"{len(result['faults'])} faults")
     return int(bool(result["faults"]))
 

@@ -209,6 +209,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     uvicorn_log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug", "trace"], Help("log level of the HTTP server")
     ] = "info"
+    enable_docs: Annotated[
+        bool,
+        Help(
+            "serve the API's description at /docs and /openapi.json, without a key", opposite="--disable-fastapi-docs"
+        ),
+    ] = True
     enable_log_requests: Annotated[
         bool, Help("log lines for each request: never its text", opposite="--disable-log-requests")
     ] = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,11 +26,15 @@ from octavo.server.auth import OPEN_PATHS, AdminKeys, Keys
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.context import Context
+from octavo.server.docs import routes as docs_routes
+from octavo.server.docs.routes import DocsRoutes
 from octavo.server.door import Door, with_cors
 from octavo.server.errors import dialect_of, error_object, error_response
 from octavo.server.messages.handlers import count_tokens, create_message
 from octavo.server.responses.handlers import ResponsesApi
 from octavo.server.responses.store import ResponseStore
+
+_DOC_HEAD = re.compile(r"^(GET|POST|DELETE) [^:]*: ")
 
 Handler = Callable[[Context, Request], Awaitable[ASGIApp]]
 
@@ -62,32 +68,32 @@ class App:
         self._door = Door(config.server, bound_host or config.server.host)
         self._http = with_cors(self._serve, config.server)
         self._responses = ResponsesApi(_store(config.responses))
-        self._routes: list[tuple[Route, Handler]] = [
-            (Route(path, _unused, methods=[method]), handler)
-            for method, path, handler in (
-                ("POST", "/v1/chat/completions", chat_completions),
-                ("POST", "/v1/completions", completions),
-                ("POST", "/v1/responses", self._responses.create),
-                ("GET", "/v1/responses/{id}", self._responses.retrieve),
-                ("DELETE", "/v1/responses/{id}", self._responses.delete),
-                ("POST", "/v1/responses/{id}/cancel", self._responses.cancel),
-                ("GET", "/v1/responses/{id}/input_items", self._responses.items),
-                ("GET", "/v1/models", utility.models),
-                ("GET", "/v1/models/{name:path}", utility.one_model),
-                ("POST", "/v1/messages", create_message),
-                ("POST", "/v1/messages/count_tokens", count_tokens),
-                ("POST", "/tokenize", utility.tokenize),
-                ("POST", "/detokenize", utility.detokenize),
-                ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
-                ("POST", "/pin_prefix", admin.pin_prefix),
-                ("POST", "/unpin_prefix", admin.unpin_prefix),
-                ("GET", "/health", utility.ready),
-                ("GET", "/ready", utility.ready),
-                ("GET", "/live", utility.live),
-                ("GET", "/version", utility.version),
-                ("GET", "/metrics", utility.MetricsRoute(metrics)),
-            )
+        self._tells_docs = config.server.enable_docs
+        table: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/chat/completions", chat_completions),
+            ("POST", "/v1/completions", completions),
+            ("POST", "/v1/responses", self._responses.create),
+            ("GET", "/v1/responses/{id}", self._responses.retrieve),
+            ("DELETE", "/v1/responses/{id}", self._responses.delete),
+            ("POST", "/v1/responses/{id}/cancel", self._responses.cancel),
+            ("GET", "/v1/responses/{id}/input_items", self._responses.items),
+            ("GET", "/v1/models", utility.models),
+            ("GET", "/v1/models/{name:path}", utility.one_model),
+            ("POST", "/v1/messages", create_message),
+            ("POST", "/v1/messages/count_tokens", count_tokens),
+            ("POST", "/tokenize", utility.tokenize),
+            ("POST", "/detokenize", utility.detokenize),
+            ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+            ("POST", "/pin_prefix", admin.pin_prefix),
+            ("POST", "/unpin_prefix", admin.unpin_prefix),
+            ("GET", "/health", utility.ready),
+            ("GET", "/ready", utility.ready),
+            ("GET", "/live", utility.live),
+            ("GET", "/version", utility.version),
+            ("GET", "/metrics", utility.MetricsRoute(metrics)),
+            *self._docs_routes(),
         ]
+        self._routes = [(Route(path, _unused, methods=[method]), handler) for method, path, handler in table]
 
     async def close(self) -> None:
         """Ends what requests have left behind. To be called after the engine's end."""
@@ -101,6 +107,19 @@ class App:
             for route, _ in self._routes
             for method in sorted(route.methods or ())
             if method != "HEAD"
+        ]
+
+    @property
+    def described_routes(self) -> list[tuple[str, str, str]]:
+        """(method, path pattern, what it does) of every route."""
+        by_route = {(method, route.path): handler for route, handler in self._routes for method in route.methods or ()}
+        return [
+            (
+                method,
+                path,
+                _DOC_HEAD.sub("", " ".join((inspect.getdoc(by_route[method, path]) or "").split("\n\n")[0].split())),
+            )
+            for method, path in self.routes
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +144,7 @@ class App:
             self._door.check(scope)
             if scope["path"] in ADMIN_PATHS:
                 self._admin_keys.check(scope)
-            elif scope["path"] not in OPEN_PATHS:
+            elif not self._is_open(scope["path"]):
                 scope["octavo.tenant"] = self._keys.tenant(scope)
             route, handler = self._match(scope)
             response = await handler(self.context, Request(scope, receive))
@@ -151,6 +170,21 @@ class App:
         finally:
             duration_s = time.perf_counter() - began
             self._events.emit(HttpRequestDone(route.path if route else "none", scope["method"], status, duration_s))
+
+    def _docs_routes(self) -> list[tuple[str, str, Handler]]:
+        if not self._tells_docs:
+            return []
+        docs = DocsRoutes(lambda: self.described_routes)
+        return [
+            ("GET", "/openapi.json", docs.openapi),
+            ("GET", "/docs", docs.page),
+            ("GET", "/docs/{name}", docs.asset),
+        ]
+
+    def _is_open(self, path: str) -> bool:
+        return path in OPEN_PATHS or (
+            self._tells_docs and (path in docs_routes.PATHS or path.startswith(docs_routes.PREFIX))
+        )
 
     def _match(self, scope: Scope) -> tuple[Route, Handler]:
         known_path = False

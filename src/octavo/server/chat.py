@@ -46,7 +46,7 @@ from octavo.server.reader import MessageReader
 
 
 async def chat_completions(context: Context, request: Request) -> ASGIApp:
-    """Answers a conversation."""
+    """POST /v1/chat/completions: answers a conversation, as OpenAI's API does."""
     body, size = await context.body(request, ChatCompletionRequest)
     model = context.model_name(body.model)
     options = stream_options(body.stream, body.stream_options)
@@ -138,9 +138,6 @@ def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     check_count("top_logprobs", body.top_logprobs, context.model.max_logprobs)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if limit is not None and limit < 1:
-        field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
-        raise InvalidRequestError(f"{field} is {limit}; it must be at least 1", param=field)
     if body.add_special_tokens:
         raise InvalidRequestError(
             "add_special_tokens is true; a chat template writes its own special tokens", param="add_special_tokens"

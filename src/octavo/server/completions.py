@@ -36,7 +36,7 @@ from octavo.server.protocol import CompletionRequest, TextChoice, TextCompletion
 
 
 async def completions(context: Context, request: Request) -> ASGIApp:
-    """Continues one prompt or several."""
+    """POST /v1/completions: continues one prompt or several, as OpenAI's API does."""
     body, size = await context.body(request, CompletionRequest)
     model = context.model_name(body.model)
     options = stream_options(body.stream, body.stream_options)
@@ -163,10 +163,10 @@ def _prepare(context: Context, request: Request, body: CompletionRequest) -> lis
 
 def _num_choices(body: CompletionRequest) -> int | None:
     """Choices to generate for each prompt. Raises InvalidRequestError."""
-    wanted = 1 if body.n is None else body.n
-    if body.best_of is None or wanted < 1:
+    wanted = body.n or 1
+    if body.best_of is None:
         return body.n
-    if not wanted <= body.best_of <= MAX_CHOICES:
+    if body.best_of < wanted:
         raise InvalidRequestError(
             f"best_of is {body.best_of}; it must be from n ({wanted}) to {MAX_CHOICES}", param="best_of"
         )

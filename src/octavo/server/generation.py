@@ -21,7 +21,6 @@ from octavo.errors import EngineError, InvalidRequestError, NotReadyError, Octav
 from octavo.frontend.outputs import Delta, LogprobEntry
 from octavo.frontend.requests import Prepared, Truncation
 from octavo.frontend.stream import merge
-from octavo.limits import MAX_STREAM_INTERVAL
 from octavo.server.context import Context
 from octavo.server.errors import error_body
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, PromptTokensDetails, StreamOptions, Usage
@@ -96,10 +95,6 @@ def stream_interval(is_stream: bool | None, interval: int | None) -> int:
         return 1
     if not is_stream:
         raise InvalidRequestError("stream_interval is only allowed when stream is true", param="stream_interval")
-    if not 1 <= interval <= MAX_STREAM_INTERVAL:
-        raise InvalidRequestError(
-            f"stream_interval is {interval}; it must be from 1 to {MAX_STREAM_INTERVAL}", param="stream_interval"
-        )
     return interval
 
 

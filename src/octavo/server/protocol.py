@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
 from octavo.frontend.params import SamplingParams
@@ -19,11 +19,30 @@ from octavo.frontend.requests import Timeouts
 from octavo.frontend.structured import StructuredOutputsParams, response_format_spec
 from octavo.grammar import GrammarSpec
 from octavo.limits import MAX_JSON_DEPTH, MAX_JSON_PARTS, is_deeper
-
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
-]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+from octavo.server.fields import (
+    AllowedTokenIds,
+    Alternatives,
+    BadWords,
+    CacheSalt,
+    Choices,
+    LogitBias,
+    Metadata,
+    Penalty,
+    Priority,
+    ReasoningEffort,
+    RepetitionPenalty,
+    RequestId,
+    Seed,
+    Share,
+    Stop,
+    StopTokenIds,
+    StreamInterval,
+    Temperature,
+    TokenIds,
+    Tokens,
+    TokensOrNone,
+    TopK,
+)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,45 +56,45 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Fields that chat and text completions share. None means not given."""
 
     model: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    max_tokens: TokensOrNone | None = None
+    min_tokens: TokensOrNone | None = None
+    n: Choices | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Alternatives | None = None
     truncation_side: Literal["left", "right"] | None = None
-    stream_interval: int | None = None
-    prompt_logprobs: int | None = None
+    stream_interval: StreamInterval | None = None
+    prompt_logprobs: Alternatives | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     cache_pin: bool | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     waiting_timeout: float | None = None
     prefill_timeout: float | None = None
     decode_timeout: float | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -114,9 +133,7 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Sampling parameters: the request's values, else the model's defaults, else OpenAI's."""
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
-        if (temperature := given.get("temperature")) is not None and temperature > 2:
-            raise InvalidRequestError(f"temperature is {temperature}; it must be between 0 and 2", param="temperature")
+            given["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
         return SamplingParams(**{**defaults, **given, **{k: v for k, v in own.items() if v is not None}})
 
 
@@ -137,21 +154,14 @@ _FORM_FIELDS = (
 )
 
 
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        raise InvalidRequestError(
-            f'logit_bias has the key {key[:40]!r}; keys are token ids such as "123"', param="logit_bias"
-        )
-    return int(key)
-
-
 class ChatCompletionRequest(_Generation, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Alternatives | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
@@ -169,9 +179,9 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either. Of `best_of` choices the `n` likeliest per token are given."""
 
     prompt: str | list[Any]
-    best_of: int | None = None
+    best_of: Choices | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Alternatives | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,7 +217,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 # Fields that exist in the API but that this server does not have. A neutral value is no request for the feature.
@@ -247,6 +257,13 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
 }
 
+
+def not_built_fields(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
+    """Fields of a request that are known and refused, with the values that ask for nothing."""
+    own: Mapping[str, tuple[Any, ...]] | None = getattr(kind, "not_built", None)
+    return own if own is not None else _NOT_BUILT if issubclass(kind, _Generation) else {}
+
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 _TEXT = re.compile(rb'"[^"]*+"?')
@@ -272,11 +289,11 @@ def decode(body: bytes, kind: type[R]) -> R:
     if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and is_deeper(raw, MAX_JSON_DEPTH):
         raise InvalidRequestError(f"the body is nested more than {MAX_JSON_DEPTH} levels deep")
     known = kind.__struct_fields__
-    not_built: dict[str, tuple[Any, ...]] = getattr(kind, "not_built", _NOT_BUILT)
+    not_built = not_built_fields(kind)
     for name in [name for name in raw if name not in known]:
         if name in not_built:
             value = raw.pop(name)
-            if value is not None and value not in not_built[name]:
+            if value is not None and not _is_neutral(value, not_built[name]):
                 raise UnsupportedFieldError(f"{name} is not supported by this server", param=name)
         else:
             near = difflib.get_close_matches(name[:80], known, n=1)
@@ -286,6 +303,11 @@ def decode(body: bytes, kind: type[R]) -> R:
         return msgspec.convert(raw, kind, strict=True)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"{error}", param=_field_of(str(error))) from None
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is one of those that ask for nothing; to JSON, unlike to Python, true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def _has_too_many_parts(body: bytes) -> bool:

@@ -35,17 +35,17 @@ async def ready(context: Context, request: Request) -> Response:
 
 
 async def version(context: Context, request: Request) -> Response:
-    """GET /version."""
+    """GET /version: the version of octavo."""
     return _json({"version": octavo.__version__})
 
 
 async def models(context: Context, request: Request) -> Response:
-    """GET /v1/models."""
+    """GET /v1/models: the model by all its names."""
     return _json(ModelList(_cards(context)))
 
 
 async def one_model(context: Context, request: Request) -> Response:
-    """GET /v1/models/{id}; ids may hold slashes."""
+    """GET /v1/models/{name}: the model by one of its names, which may hold slashes."""
     name = context.model_name(request.path_params["name"])
     return _json(next(card for card in _cards(context) if card.id == name))
 
@@ -59,7 +59,7 @@ def _cards(context: Context) -> list[ModelCard]:
 
 
 async def tokenize(context: Context, request: Request) -> Response:
-    """POST /tokenize."""
+    """POST /tokenize: token ids of a text or a conversation."""
     body, size = await context.body(request, TokenizeRequest)
     context.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -99,7 +99,7 @@ def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
 
 
 async def detokenize(context: Context, request: Request) -> Response:
-    """POST /detokenize."""
+    """POST /detokenize: the text of token ids."""
     body, size = await context.body(request, DetokenizeRequest)
     context.model_name(body.model)
     return await context.off_loop(size, lambda: _json({"prompt": _text(context, body.tokens)}))
@@ -113,7 +113,7 @@ def _text(context: Context, token_ids: list[int]) -> str:
 
 
 class MetricsRoute:
-    """GET /metrics."""
+    """GET /metrics: all metrics, for Prometheus."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

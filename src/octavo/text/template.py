@@ -230,7 +230,7 @@ def _normal_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{place} must be an object with role and content", param=place)
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequestError(
             f"{place}.role is {role!r:.40}, expected one of {', '.join(sorted(ROLES))}", param=f"{place}.role"
         )
@@ -243,7 +243,9 @@ def _normal_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise InvalidRequestError(f"{place}.tool_calls must be a list of objects", param=f"{place}.tool_calls")
         if calls:
-            normal["tool_calls"] = [_normal_call(call) for call in calls]
+            normal["tool_calls"] = [
+                _normal_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)
+            ]
     return normal
 
 
@@ -273,12 +275,17 @@ def _text(content: Any, place: str, *, absent_is_empty: bool) -> str:
     return "".join(texts)
 
 
-def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    normal = dict(call)
+def _normal_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
     function = call.get("function")
-    if isinstance(function, Mapping) and isinstance(arguments := function.get("arguments"), str):
-        normal["function"] = {**function, "arguments": _arguments(arguments)}
-    return normal
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{place}.function must be an object with a name", param=f"{place}.function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (str, Mapping, type(None))):
+        raise InvalidRequestError(
+            f"{place}.function.arguments must be the text of a JSON object", param=f"{place}.function.arguments"
+        )
+    given = {} if arguments is None else _arguments(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": given}}
 
 
 def _arguments(text: str) -> Any:

@@ -189,3 +189,29 @@ def test_best_of_gives_the_choices_that_are_likeliest_per_token() -> None:
     assert answer(TEXT, {"prompt": "x", "best_of": 2, "n": 0})[1]["error"]["param"] == "n"
     status, stream = answer(TEXT, {"prompt": "x", "best_of": 2, "n": 2, "stream": True, "max_tokens": 2})
     assert status == 200 and len({chunk["choices"][0]["index"] for chunk in chunks(stream)}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_prompt_and_answer(stream: bool) -> None:
+    body = {"messages": ASK, "max_tokens": 3, "return_token_ids": True, "stream": stream}
+    _, result = answer(CHAT, body)
+    parts = chunks(result) if stream else [result]
+    ids = [token for part in parts for choice in part["choices"] for token in choice.get("token_ids", ())]
+    assert bytes(ids).decode() == "abc"
+    assert bytes(parts[0]["prompt_token_ids"]).decode() == "user: hello\nassistant: "
+
+
+def test_tokens_named_by_their_ids() -> None:
+    body = {"messages": ASK, "max_tokens": 2, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    entries = answer(CHAT, body)[1]["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in b"ab"]
+    _, result = answer(TEXT, {"prompt": "x", "max_tokens": 2, "logprobs": 1, "return_tokens_as_token_ids": True})
+    assert result["choices"][0]["logprobs"]["tokens"] == [f"token_id:{token}" for token in b"ab"]
+
+
+def test_max_completion_tokens_is_the_newer_name() -> None:
+    _, result = answer(CHAT, {"messages": ASK, "max_completion_tokens": 4})
+    assert result["choices"][0]["message"]["content"] == "abcd"
+    assert answer(CHAT, {"messages": ASK, "max_completion_tokens": 4, "max_tokens": 4})[0] == 200
+    status, result = answer(CHAT, {"messages": ASK, "max_completion_tokens": 4, "max_tokens": 5})
+    assert (status, result["error"]["param"]) == (400, "max_completion_tokens")

@@ -162,6 +162,13 @@ def test_bad_messages_are_refused_by_field(messages: Any, param: str) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("role", [None, 7, [], {}, ["user"], ""])
+def test_odd_roles_are_refused(role: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        normalize_messages([{"role": role, "content": "x"}])
+    assert refusal.value.param == "messages[0].role"
+
+
 def test_image_parts_are_refused_as_unsupported() -> None:
     with pytest.raises(UnsupportedFieldError, match="image_url"):
         normalize_messages([user([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}])])

@@ -81,10 +81,6 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(body: MessagesRequest) -> None:
-    if body.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens is {body.max_tokens}; it must be at least 1", param="max_tokens")
-    if body.temperature is not None and not 0 <= body.temperature <= 1:
-        raise InvalidRequestError(f"temperature is {body.temperature}; it must be between 0 and 1", param="temperature")
     thinking = body.thinking
     if thinking is not None and thinking.type == "enabled":
         budget = thinking.budget_tokens

@@ -33,7 +33,7 @@ _PARAMS = {
 
 
 async def create_message(context: Context, request: Request) -> ASGIApp:
-    """POST /v1/messages."""
+    """POST /v1/messages: answers a conversation, as Anthropic's API does."""
     body, size = await context.body(request, MessagesRequest)
     with _named_as_here():
         return await _create(context, request, body, size)
@@ -70,7 +70,7 @@ async def _create(context: Context, request: Request, body: MessagesRequest, siz
 
 
 async def count_tokens(context: Context, request: Request) -> ASGIApp:
-    """POST /v1/messages/count_tokens."""
+    """POST /v1/messages/count_tokens: counts the tokens of a conversation."""
     body, size = await context.body(request, CountTokensRequest)
     context.model_name(body.model)
     with _named_as_here():

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from octavo.server.fields import Share, StopStrings, Tokens, TopK
+
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Asks for what happens anyway: all prompts are cached by their beginnings (`--enable-prefix-caching`)."""
@@ -68,12 +70,12 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 class MessagesRequest(_Conversation, frozen=True, kw_only=True):
     """POST /v1/messages. None means not given."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
+    max_tokens: Tokens
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
     metadata: MessagesMetadata | None = None
 
     not_built: ClassVar[dict[str, tuple[Any, ...]]] = _NOT_BUILT

@@ -37,10 +37,6 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatCompletio
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     fields["messages"] = messages(items, body.instructions)
     fields["max_completion_tokens"] = body.max_output_tokens
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise InvalidRequestError(
-            f"max_output_tokens is {body.max_output_tokens}; it must be at least 1", param="max_output_tokens"
-        )
     if wants_logprobs(body):
         fields["logprobs"] = True
     elif body.top_logprobs:
@@ -165,7 +161,7 @@ def _text(content: Any, place: str) -> str:
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _TEXT_PARTS or kind == "refusal":
+        if isinstance(kind, str) and (kind in _TEXT_PARTS or kind == "refusal"):
             text = part.get("refusal" if kind == "refusal" else "text")
             if not isinstance(text, str):
                 raise InvalidRequestError(f"{place}[{number}].text must be a string", param="input")

@@ -61,7 +61,7 @@ class ResponsesApi:
             self._store.close()
 
     async def create(self, context: Context, request: Request) -> ASGIApp:
-        """POST /v1/responses."""
+        """POST /v1/responses: answers a conversation of items, as OpenAI's Responses API does."""
         body, size = await context.body(request, ResponsesRequest)
         with _named_as_here():
             return await self._create(context, request, body, size)
@@ -105,7 +105,7 @@ class ResponsesApi:
         )
 
     async def retrieve(self, context: Context, request: Request) -> ASGIApp:
-        """GET /v1/responses/{id}."""
+        """GET /v1/responses/{id}: a kept response."""
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise UnsupportedFieldError("stream: a kept response cannot be streamed again", param="stream")
         stored = await self._stored(request)
@@ -113,7 +113,7 @@ class ResponsesApi:
         return _json(running.answer.body() if running else stored.body)
 
     async def items(self, context: Context, request: Request) -> ASGIApp:
-        """GET /v1/responses/{id}/input_items."""
+        """GET /v1/responses/{id}/input_items: the items that a kept response was made for."""
         stored = await self._stored(request)
         items = [{"id": f"{stored.body['id']}_{number}", **item} for number, item in enumerate(stored.input)]
         if request.query_params.get("order", "desc") == "desc":
@@ -134,7 +134,7 @@ class ResponsesApi:
         return _json(stored.body)
 
     async def delete(self, context: Context, request: Request) -> ASGIApp:
-        """DELETE /v1/responses/{id}. One that is still running in the background is cancelled."""
+        """DELETE /v1/responses/{id}: forgets a response. One that is still running in the background is cancelled."""
         response_id = request.path_params["id"]
         running = self._background.get(response_id)
         if running is not None and running.tenant == tenant_of(request):

@@ -9,7 +9,28 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from octavo.server.protocol import Metadata, ReasoningEffort
+from octavo.server.fields import (
+    AllowedTokenIds,
+    Alternatives,
+    BadWords,
+    CacheSalt,
+    LogitBias,
+    Metadata,
+    Penalty,
+    Priority,
+    ReasoningEffort,
+    RepetitionPenalty,
+    RequestId,
+    Seed,
+    Share,
+    Stop,
+    StopTokenIds,
+    StreamInterval,
+    Temperature,
+    Tokens,
+    TokensOrNone,
+    TopK,
+)
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,8 +70,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     instructions: str | None = None
     background: bool | None = None
     include: list[Includable] | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
+    max_output_tokens: Tokens | None = None
+    max_tool_calls: Tokens | None = None
     metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -58,38 +79,38 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    top_logprobs: int | None = None
-    top_p: float | None = None
+    top_logprobs: Alternatives | None = None
+    top_p: Share | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    min_tokens: TokensOrNone | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
     structured_outputs: dict[str, Any] | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     waiting_timeout: float | None = None
     prefill_timeout: float | None = None
     decode_timeout: float | None = None
     cache_pin: bool | None = None
-    request_id: str | None = None
-    stream_interval: int | None = None
+    request_id: RequestId | None = None
+    stream_interval: StreamInterval | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None

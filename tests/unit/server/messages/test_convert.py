@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
 from octavo.server.messages.convert import chat_messages, chat_request
 from octavo.server.messages.protocol import MessagesRequest
+from octavo.server.protocol import decode
 
 TEXT = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
 USE = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
@@ -73,7 +73,7 @@ def test_wrong_messages_are_refused(messages: list[Any], kind: type[Exception]) 
 
 
 def request(**fields: Any) -> MessagesRequest:
-    return msgspec.convert({"messages": [user("x")], "max_tokens": 2000, **fields}, MessagesRequest)
+    return decode(json.dumps({"messages": [user("x")], "max_tokens": 2000, **fields}).encode(), MessagesRequest)
 
 
 def test_fields_reach_chat_under_its_names() -> None:

@@ -44,7 +44,8 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 
 
 def test_a_whole_message() -> None:
-    call, result = ask({**ASK, "system": "be brief", "metadata": {"user_id": "u"}, "temperature": 0})
+    hints = {"metadata": {"user_id": "u"}, "cache_control": {"type": "ephemeral"}}
+    call, result = ask({**ASK, "system": "be brief", "temperature": 0, **hints})
     message = Message.model_validate(result)
     assert [block.text for block in message.content] == ["Hello there"]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
+from octavo.server.protocol import decode
 from octavo.server.responses.convert import chat_request, drop_oldest, input_items, messages
 from octavo.server.responses.protocol import ResponsesRequest
 
@@ -89,7 +90,7 @@ def test_wrong_items_are_refused(items: list[dict[str, Any]], kind: type[Excepti
 
 
 def request(**fields: Any) -> ResponsesRequest:
-    return msgspec.convert({"input": "hi", **fields}, ResponsesRequest)
+    return decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesRequest)
 
 
 def test_fields_reach_chat_under_its_names() -> None:

@@ -72,7 +72,13 @@ def text_of(response: dict[str, Any]) -> str:
 def test_whole_and_streamed_are_the_same_response() -> None:
     async def main() -> None:
         async with client(itl_s=0.002) as api:
-            fields = {"instructions": "be brief", "metadata": {"a": "b"}, "temperature": 0, "user": "u"}
+            fields = {
+                "instructions": "be brief",
+                "metadata": {"a": "b"},
+                "temperature": 0,
+                "user": "u",
+                "max_tool_calls": 3,
+            }
             whole = await api.create(**fields)
             assert text_of(whole) == "Hello there"
             assert (whole["status"], whole["instructions"], whole["metadata"]) == ("completed", "be brief", {"a": "b"})
