@@ -87,7 +87,7 @@ class Generator:
         return Fuzz(method, path, self._encoded(body), self._headers(), streams, deadline)
 
     def _headers(self) -> dict[str, str]:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "authorization": "Bearer admin"}
         if self._dice.random() < 0.05:
             odd = ({"content-type": "text/plain"}, {"x-request-id": "é\x01"}, {"content-encoding": "gzip"}, {"origin": "http://evil.test"},
                    {"x-request-id": "z" * 200}, {"authorization": "Bearer x"}, {"host": "evil.test"})  # fmt: skip

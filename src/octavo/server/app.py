@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -51,6 +51,10 @@ class MethodNotAllowed(InvalidRequestError):
 
     code = "method_not_allowed"
     http_status = 405
+
+    def __init__(self, method: str, allowed: Iterable[str]) -> None:
+        self.allowed = ", ".join(sorted(allowed))
+        super().__init__(f"{method[:20]} is not allowed for this path; {self.allowed} is")
 
 
 class App:
@@ -160,6 +164,8 @@ class App:
             if started:
                 raise
             response = error_response(error, dialect_of(scope["path"]))
+            if isinstance(error, MethodNotAllowed):
+                response.headers["allow"] = error.allowed
             if response.status_code != 401 or scope["path"] in {path for _, path in self.routes}:
                 self._events.emit(
                     RequestRefused(
@@ -187,15 +193,16 @@ class App:
         )
 
     def _match(self, scope: Scope) -> tuple[Route, Handler]:
-        known_path = False
+        allowed: set[str] = set()
         for route, handler in self._routes:
             match, child = route.matches(scope)
             if match is Match.FULL:
                 scope.update(child)
                 return route, handler
-            known_path = known_path or match is Match.PARTIAL
-        if known_path:
-            raise MethodNotAllowed(f"{scope['method']} is not allowed for this path")
+            if match is Match.PARTIAL:
+                allowed |= route.methods or set()
+        if allowed:
+            raise MethodNotAllowed(scope["method"], allowed)
         raise NotFound("no such path; the API is under /v1")
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:

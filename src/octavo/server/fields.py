@@ -20,6 +20,7 @@ from octavo.limits import (
     MAX_TOKENS,
 )
 
+Seconds = Annotated[float, Meta(gt=0.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]

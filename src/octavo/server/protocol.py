@@ -32,6 +32,7 @@ from octavo.server.fields import (
     ReasoningEffort,
     RepetitionPenalty,
     RequestId,
+    Seconds,
     Seed,
     Share,
     Stop,
@@ -91,9 +92,9 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_salt: CacheSalt | None = None
     cache_pin: bool | None = None
     priority: Priority | None = None
-    waiting_timeout: float | None = None
-    prefill_timeout: float | None = None
-    decode_timeout: float | None = None
+    waiting_timeout: Seconds | None = None
+    prefill_timeout: Seconds | None = None
+    decode_timeout: Seconds | None = None
     request_id: RequestId | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

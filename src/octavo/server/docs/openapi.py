@@ -143,7 +143,8 @@ def _operation(method: str, path: str, text: str) -> dict[str, Any]:
     }
     if key in _CHUNKS:
         chunk = _CHUNKS[key]
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        event: Schema = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+        content["text/event-stream"] = {"schema": event}
         if chunk is not None:
             text += f" As a stream, each event's data is a {chunk.__name__}; the last one is [DONE]."
     operation: dict[str, Any] = {

@@ -73,11 +73,12 @@ def _tool_choice(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("type") != "json_schema" or given.keys() != {"type", "schema"}:
+    kind, schema = given.get("type"), given.get("schema")
+    if kind != "json_schema" or given.keys() != {"type", "schema"} or not isinstance(schema, (dict, bool)):
         raise InvalidRequestError(
             'output_config.format must be {"type": "json_schema", "schema": ...}', param="output_config"
         )
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def _check(body: MessagesRequest) -> None:

@@ -115,7 +115,11 @@ def messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, 
                 content = _text(item.get("output"), f"{place}.output")
                 result.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": content})
             case "reasoning":
-                text = _text(item.get("content") or item.get("summary") or [], f"{place}.content")
+                text = "".join(
+                    _text(item[name], f"{place}.{name}")
+                    for name in ("content", "summary")
+                    if item.get(name) is not None
+                )
                 if text:
                     result.append({"role": "assistant", "content": None, "reasoning_content": text})
             case kind:

@@ -21,6 +21,7 @@ from octavo.server.fields import (
     ReasoningEffort,
     RepetitionPenalty,
     RequestId,
+    Seconds,
     Seed,
     Share,
     Stop,
@@ -105,9 +106,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     structured_outputs: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
-    waiting_timeout: float | None = None
-    prefill_timeout: float | None = None
-    decode_timeout: float | None = None
+    waiting_timeout: Seconds | None = None
+    prefill_timeout: Seconds | None = None
+    decode_timeout: Seconds | None = None
     cache_pin: bool | None = None
     request_id: RequestId | None = None
     stream_interval: StreamInterval | None = None

@@ -305,6 +305,13 @@ def test_every_route_is_told() -> None:
         assert name in PARTS or schema.get("title", name) == name
 
 
+def test_wrong_methods_are_told_the_right_ones() -> None:
+    for path, method, allowed in (("/version", "DELETE", "GET, HEAD"), ("/v1/responses/x", "PUT", "DELETE, GET, HEAD")):
+        call = Call(app(), path, method=method)
+        asyncio.run(call.run())
+        assert (call.status, call.answer_headers["allow"]) == (405, allowed)
+
+
 def test_the_page_loads_nothing_from_elsewhere() -> None:
     served = app()
     page = get(served, "/docs")
