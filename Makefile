@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 CPP := $(wildcard native/*/*.cpp native/*/*.h tests/native/*.cpp tests/native/*.h)
 NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
 
-.PHONY: setup format check docs test bench native-test soak soak-short fuzz fuzz-short clean
+.PHONY: setup format check docs test bench native-test soak soak-short fuzz fuzz-short clients api-check clean
 
 setup: ## virtual environment with octavo (editable) and all tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -55,5 +55,11 @@ fuzz: ## random right and wrong requests to all endpoints of a real server; writ
 fuzz-short: ## the same in half a minute, for CI
 	$(BIN)/python scripts/fuzz.py --minutes 0.5 --no-result
 
+clients: ## LangChain and LlamaIndex against a real server, in an environment of their own
+	$(BIN)/python scripts/clients.py
+
+api-check: ## schemathesis against a server, by its own OpenAPI document
+	$(BIN)/python scripts/schemathesis_check.py
+
 clean:
-	rm -rf build dist .venv src/octavo/backends/cpu/_native*.so
+	rm -rf build dist .venv .venv-clients src/octavo/backends/cpu/_native*.so

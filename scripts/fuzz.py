@@ -92,7 +92,7 @@ def client(
         kind = reply.headers.get("content-type", "")
         if fault := judge(fuzz, reply.status, kind, answer):
             faults.append(f"{fuzz.method} {fuzz.path} {fuzz.body and fuzz.body[:1500]!r}: {fault}")
-        elif reply.status == 200 and kind == "application/json":
+        elif reply.status == 200 and kind == "application/json" and fuzz.method != "HEAD":
             generator.learn(json.loads(answer))
     return counts, faults
 

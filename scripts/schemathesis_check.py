@@ -1,0 +1,39 @@
+"""schemathesis against `octavo mock`, by the server's own OpenAPI document: no 5xx, and every answer as it is described. A short run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.live import live  # noqa: E402 - the tests' server harness, made importable above
+
+CHECKS = ",".join(
+    (
+        "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
+        "negative_data_rejection", "unsupported_method", "allow_header_conformance",
+    )
+)  # fmt: skip
+# A deadline that the request itself gives may pass.
+CONFIG = 'checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 504]\n'
+SERVER = ("--responses-store", "--responses-store-max", "100", "--admin-api-key", "admin")
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "schemathesis.toml").write_text(CONFIG, encoding="utf-8")
+        with live("mock", *SERVER, "--responses-store-path", f"{folder}/responses.sqlite") as server:
+            command = [
+                Path(sys.executable).parent / "schemathesis", "run", f"{server.url}/openapi.json", "--checks", CHECKS,
+                "--max-examples", "12", "--seed", "1", "--request-timeout", "20", "--workers", "1", "--no-color",
+                "--suppress-health-check", "all", "-H", "Authorization: Bearer admin", *sys.argv[1:],
+            ]  # fmt: skip
+            return subprocess.run(command, cwd=folder, timeout=300).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
