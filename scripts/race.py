@@ -30,8 +30,10 @@ from typing import Any
 
 from octavo.bench import results
 from octavo.bench.report import race_table
+from octavo.bench.workloads import WORKLOADS
 
 WORK = ("single", "c16", "c64", "prompt", "prefix")
+GENERATION = "generation"  # without a server: `single`, prompts not counted, which is what llama-bench measures
 READY_TIMEOUT_S = 300
 STREAMS = {"c64": 64}
 CONTEXT = 4096
@@ -150,17 +152,22 @@ def race_server(name: str, work: str, seed: int, place: Place) -> dict[str, Any]
 def race_octavo_offline(work: str, seed: int, place: Place) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        flags = ["--workload", work, "--rounds", "1", "--seed", str(seed), "--json", str(out)]
+        workload = "single" if work == GENERATION else work
+        flags = ["--workload", workload, "--rounds", "1", "--seed", str(seed), "--json", str(out)]
         model = str(place.peers / "smollm2-Q4_1.gguf")
         run([*place.octavo, "bench", "throughput", "--model", model, *flags])
         figures = json.loads(out.read_text())["results"][0]
     if work == "prompt":  # as the others measure it: a whole request of one token
         return {"out_tok_s": figures["out_tok_s"], "ttft_p50": figures["ttft_p50_ms"]}
+    if work == GENERATION:
+        return {"out_tok_s": 1e3 / figures["tpot_p50_ms"]}
     return {"out_tok_s": figures["out_tok_s"]}
 
 
 def openvino(quant: str) -> Any:
-    def race(work: str, seed: int, place: Place) -> dict[str, Any]:
+    def race(work: str, seed: int, place: Place) -> dict[str, Any] | None:
+        if work == GENERATION:
+            return None
         program = [str(place.peers / "ov/bin/python"), str(place.race_sh.with_name("openvino_race.py"))]
         text = run([*program, str(place.peers / f"smollm2-{quant}.gguf"), work], SEED=str(seed))
         figures = json.loads(text.splitlines()[-1])
@@ -173,13 +180,40 @@ def openvino(quant: str) -> Any:
 
 def llama_bench(work: str, _seed: int, place: Place) -> dict[str, Any] | None:
     """llama.cpp without a server has no batches of requests to run; it generates, and reads a prompt of 512 tokens."""
-    if work not in ("single", "prompt"):
+    if work not in (GENERATION, "prompt"):
         return None
     program = place.llama("llama-bench")
-    sizes = ["-p", "0", "-n", "128"] if work == "single" else ["-p", "512", "-n", "0"]
+    sizes = ["-p", "0", "-n", "128"] if work == GENERATION else ["-p", "512", "-n", "0"]
     flags = ["-m", str(place.peers / "smollm2-Q4_0.gguf"), "-t", "2", "-r", "2", "-o", "json", *sizes]
     speed = json.loads(run([program, *flags], LD_LIBRARY_PATH=str(Path(program).parent)))[0]["avg_ts"]
-    return {"out_tok_s": speed} if work == "single" else {"out_tok_s": 0.0, "ttft_p50": 512 / speed * 1e3}
+    return {"out_tok_s": speed} if work == GENERATION else {"out_tok_s": 0.0, "ttft_p50": 512 / speed * 1e3}
+
+
+TRANSFORMERS = """
+import json, sys, time
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, output, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+for prompt in ["warm up", *prompts]:
+    if prompt == prompts[0]:
+        started = time.perf_counter()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    model.generate(**inputs, max_new_tokens=output, min_new_tokens=output, do_sample=False)
+print(json.dumps({"out_tok_s": len(prompts) * output / (time.perf_counter() - started)}))
+"""
+
+
+def transformers(work: str, seed: int, place: Place) -> dict[str, Any] | None:
+    """One request at a time, on the first few of the requests of `c16`, since it is slow."""
+    if work != "c16":
+        return None
+    program = [str(place.peers / "vllm/bin/python"), "-c", TRANSFORMERS, str(place.peers / "smollm2-bf16")]
+    prompts = json.dumps(WORKLOADS[work].prompts(seed)[:6])
+    text = run([*program, str(WORKLOADS[work].output), prompts], HF_HUB_OFFLINE="1")
+    figures: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return figures
 
 
 OFFLINE: dict[str, Any] = {
@@ -187,6 +221,7 @@ OFFLINE: dict[str, Any] = {
     "offline-openvino-q4_0": openvino("Q4_0"),
     "offline-openvino-q8_0": openvino("Q8_0"),
     "offline-llama-bench-q4_0": llama_bench,
+    "offline-transformers-bf16": transformers,
 }
 
 
@@ -212,7 +247,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, metavar="DIR", help="folder that setup.sh filled")
     parser.add_argument("--race-sh", type=Path, required=True, metavar="FILE", help="the script of workloads")
-    parser.add_argument("--work", default=",".join(WORK), help=f"of {', '.join(WORK)}; default: all")
+    parser.add_argument(
+        "--work", default=",".join(WORK), help=f"of {', '.join([*WORK, GENERATION])}; default: all but the last"
+    )
     parser.add_argument("--contestants", default="octavo,llama-q4_0", help=f"of {', '.join([*SERVERS, *OFFLINE])}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
@@ -236,8 +273,8 @@ def main() -> int:
     for number in range(arguments.rounds):
         for work in works:
             for name in names:
-                if len(rounds[work][name]) > number:
-                    continue  # of a race that goes on
+                if len(rounds[work][name]) > number or (work == GENERATION and name in SERVERS):
+                    continue  # of a race that goes on, or without a server
                 run_one = partial(race_server, name) if name in SERVERS else OFFLINE[name]
                 figures = run_one(work, arguments.seed + number, place)
                 if figures is not None:
