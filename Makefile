@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 CPP := $(wildcard native/*/*.cpp native/*/*.h tests/native/*.cpp tests/native/*.h)
 NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
 
-.PHONY: setup format check docs test bench native-test soak soak-short fuzz fuzz-short clients api-check clean
+.PHONY: setup format check docs test bench native-test soak soak-short invariance fuzz fuzz-short clients api-check clean
 
 setup: ## virtual environment with octavo (editable) and all tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -48,6 +48,9 @@ soak: ## long run against a real server; writes benchmarks/results
 
 soak-short: ## the same in a minute, for CI
 	$(BIN)/python scripts/soak.py --minutes 0.7 --no-result
+
+invariance: ## random requests and settings on a real model, each answer against that of the request alone; writes benchmarks/results
+	$(BIN)/python scripts/invariance.py --minutes 20
 
 fuzz: ## random right and wrong requests to all endpoints of a real server; writes benchmarks/results
 	$(BIN)/python scripts/fuzz.py --minutes 10

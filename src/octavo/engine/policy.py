@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 from octavo.contracts import GenerateRequest
@@ -220,6 +221,9 @@ class _Tenant:
         self.num_unfinished = 0
 
 
+_counter = attrgetter("counter")
+
+
 class Fair:
     """Tokens are shared among tenants in proportion to their weights; within a tenant, by order of arrival.
 
@@ -242,6 +246,8 @@ class Fair:
         self._queued: dict[str, _Tenant] = {}
         """Tenants with waiting requests; the last to come first among equals."""
         self._num_waiting = 0
+        self._active_weight = 0.0
+        """Sum of the weights of tenants with unfinished requests."""
         self._last = 0.0
         """Counter of the tenant that last stopped waiting."""
 
@@ -256,6 +262,8 @@ class Fair:
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(self._weights.get(name, 1.0))
         tenant.num_unfinished += 1
+        if tenant.num_unfinished == 1:
+            self._weigh()
         if not len(tenant.line):
             least = min((other.counter for other in self._queued.values()), default=self._last)
             tenant.counter = max(tenant.counter, least)
@@ -281,19 +289,22 @@ class Fair:
 
     def leave(self, request: Request) -> None:
         """A tenant without unfinished requests is entitled to nothing."""
-        self._tenants[request.spec.tenant].num_unfinished -= 1
+        tenant = self._tenants[request.spec.tenant]
+        tenant.num_unfinished -= 1
+        if not tenant.num_unfinished:
+            self._weigh()
+
+    def _weigh(self) -> None:
+        self._active_weight = sum(tenant.weight for tenant in self._tenants.values() if tenant.num_unfinished)
 
     def peek(self, held: Held) -> Request | None:
         """The first one of the tenant that had least and has one that is not held."""
-        best: Request | None = None
-        least = 0.0
-        for tenant in self._queued.values():
-            # Of equals the one that began to wait last: it may just have been lifted, while the others were served.
-            if best is None or tenant.counter <= least:
-                request = tenant.line.peek(held)
-                if request is not None:
-                    best, least = request, tenant.counter
-        return best
+        # Of equals the one that began to wait last: it may just have been lifted, while the others were served.
+        for tenant in sorted(reversed(self._queued.values()), key=_counter):  # noqa: C414 - equals stay as they are
+            request = tenant.line.peek(held)
+            if request is not None:
+                return request
+        return None
 
     def ranked(self, partial: Iterable[Request]) -> list[Request]:
         """Those of the tenant that had least first."""
@@ -306,15 +317,14 @@ class Fair:
     def yielding(self, waiting: Request, running: Sequence[Request]) -> list[Request]:
         """The latest ones of tenants above their share, unless the waiting one's tenant would come to be above its own."""
         name = waiting.spec.tenant
-        shares = self._shares(running)
-        own = shares.get(name, 0.0)
+        own = sum(self._size(request) for request in running if request.spec.tenant == name)
         if own > 0.0 and own + self._size(waiting) > self._entitled(name):
             return []
-        return self._surplus(running, shares, besides=name)
+        return self._surplus(running, besides=name)
 
     def victim(self, running: Sequence[Request]) -> Request:
         """The latest one of a tenant above its share; if there is none, the last in order."""
-        surplus = self._surplus(running, self._shares(running))
+        surplus = self._surplus(running)
         return surplus[0] if surplus else running[-1]
 
     def charge(self, request: Request, num_tokens: int) -> None:
@@ -328,20 +338,14 @@ class Fair:
         return sum(tenant.line.num_long for name, tenant in self._queued.items() if count[name] >= limit)
 
     def _entitled(self, name: str) -> float:
-        active = sum(tenant.weight for tenant in self._tenants.values() if tenant.num_unfinished)
-        return self._tenants[name].weight / active
+        return self._tenants[name].weight / self._active_weight
 
-    def _shares(self, running: Sequence[Request]) -> dict[str, float]:
+    def _surplus(self, running: Sequence[Request], besides: str | None = None) -> list[Request]:
+        """What tenants hold above their share, latest first; never all of a tenant."""
         shares: dict[str, float] = {}
         for request in running:
             name = request.spec.tenant
             shares[name] = shares.get(name, 0.0) + self._size(request)
-        return shares
-
-    def _surplus(
-        self, running: Sequence[Request], shares: dict[str, float], besides: str | None = None
-    ) -> list[Request]:
-        """What tenants hold above their share, latest first; never all of a tenant. `shares` is used up."""
         settled = {besides}
         entitled = {name: self._entitled(name) for name in shares}
         surplus = []
