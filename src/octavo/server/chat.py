@@ -64,9 +64,6 @@ async def chat_completions(context: Context, request: Request) -> ASGIApp:
     return await stream(context, request, [prepared], lambda _, delta: answer.chunks(delta), last, headers, interval)
 
 
-_NOTHING = ChatDelta()
-
-
 class ChatStream:
     """One request's answer as chunks. The other APIs that answer conversations are made of them."""
 
@@ -108,20 +105,20 @@ class ChatStream:
                 else UNSET,
             )
         reader = self._readers[delta.index]
-        added = reader.delta(delta.text, last=delta.finish_reason is not None)
-        if not (
-            added != _NOTHING or delta.finish_reason or delta.logprobs or (delta.token_ids and body.return_token_ids)
-        ):
-            return
-        choice = ChatChunkChoice(
-            index=delta.index,
-            delta=added,
-            logprobs=_logprobs(delta.logprobs, body) if delta.logprobs else None,
-            finish_reason=None if delta.finish_reason is None else reader.finish_reason(delta.finish_reason),
-            stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
-            token_ids=delta.token_ids if body.return_token_ids else UNSET,
-        )
-        yield ChatChunk(**self._ids.fields(), choices=[choice], usage=now)
+        added = reader.deltas(delta.text, last=delta.finish_reason is not None)
+        if delta.finish_reason or delta.logprobs or (delta.token_ids and body.return_token_ids):
+            added = added or [ChatDelta()]
+        for number, one in enumerate(added, start=1):
+            first, ends = number == 1, number == len(added) and delta.finish_reason is not None
+            choice = ChatChunkChoice(
+                index=delta.index,
+                delta=one,
+                logprobs=_logprobs(delta.logprobs, body) if first and delta.logprobs else None,
+                finish_reason=reader.finish_reason(delta.finish_reason) if ends and delta.finish_reason else None,
+                stop_reason=delta.stop_reason if ends else UNSET,
+                token_ids=(delta.token_ids if first else ()) if body.return_token_ids else UNSET,
+            )
+            yield ChatChunk(**self._ids.fields(), choices=[choice], usage=now)
 
 
 def prepare_chat(context: Context, request: Request, body: ChatCompletionRequest) -> Prepared:

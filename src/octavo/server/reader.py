@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from octavo.contracts import FinishReason
 from octavo.frontend.tools import Calling, Reading
@@ -27,32 +28,39 @@ class MessageReader:
         self._with_reasoning = with_reasoning
         self._num_calls = 0
 
-    def delta(self, text: str, *, last: bool) -> ChatDelta:
-        """What a piece of the text adds; `last`: it is the end."""
+    def deltas(self, text: str, *, last: bool) -> list[ChatDelta]:
+        """What a piece of the text adds, in the order in which it was said; `last`: it is the end."""
         if self._router is None:
-            return ChatDelta(content=text or UNSET)
+            return [ChatDelta(content=text)] if text else []
         pieces = self._router.push(text)
         if last:
             pieces += self._router.flush()
-        reasoning = self._reasoning(pieces)
-        return ChatDelta(
-            content=_joined(pieces, Kind.CONTENT) or UNSET,
-            tool_calls=self._calls(pieces) or UNSET,
-            reasoning=reasoning,
-            reasoning_content=reasoning,
-        )
+        deltas: list[ChatDelta] = []
+        for kind, run in groupby(pieces, key=_shown_as):
+            match kind:
+                case Kind.CONTENT:
+                    deltas.append(ChatDelta(content=_joined(run)))
+                case Kind.REASONING:
+                    if self._with_reasoning:
+                        text = _joined(run)
+                        deltas.append(ChatDelta(reasoning=text, reasoning_content=text))
+                case _:
+                    if calls := self._calls(run):
+                        deltas.append(ChatDelta(tool_calls=calls))
+        return deltas
 
     def message(self, text: str, *, before: str = "") -> ChatMessage:
         """The whole message. `before`: content that stands before it."""
-        delta = self.delta(text, last=True)
-        calls = [] if delta.tool_calls is UNSET else _whole_calls(delta.tool_calls)
-        content = before + ("" if delta.content is UNSET else delta.content)
-        empty = not content and (calls or delta.reasoning is not UNSET)
+        deltas = self.deltas(text, last=True)
+        calls = _whole_calls(delta.tool_calls for delta in deltas if delta.tool_calls is not UNSET)
+        content = before + "".join(delta.content for delta in deltas if delta.content is not UNSET)
+        reasoning = "".join(delta.reasoning for delta in deltas if delta.reasoning is not UNSET) or UNSET
+        empty = not content and (calls or reasoning is not UNSET)
         return ChatMessage(
             None if empty else content,
             tool_calls=calls or UNSET,
-            reasoning=delta.reasoning,
-            reasoning_content=delta.reasoning,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
         )
 
     def finish_reason(self, reason: FinishReason) -> str:
@@ -61,10 +69,7 @@ class MessageReader:
             return "tool_calls"
         return str(reason)
 
-    def _reasoning(self, pieces: Sequence[Piece]) -> str | UnsetType:
-        return (self._with_reasoning and _joined(pieces, Kind.REASONING)) or UNSET
-
-    def _calls(self, pieces: Sequence[Piece]) -> list[ToolCallDelta]:
+    def _calls(self, pieces: Iterable[Piece]) -> list[ToolCallDelta]:
         """Each call's pieces put together."""
         deltas: list[ToolCallDelta] = []
         for piece in pieces:
@@ -86,12 +91,17 @@ class MessageReader:
         return self._id_prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(self._id_length))
 
 
-def _joined(pieces: Sequence[Piece], kind: Kind) -> str:
-    return "".join(piece.text for piece in pieces if piece.kind is kind)
+def _shown_as(piece: Piece) -> Kind:
+    return Kind.CALL if piece.kind is Kind.ARGUMENTS else piece.kind
 
 
-def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCall]:
+def _joined(pieces: Iterable[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _whole_calls(deltas: Iterable[Sequence[ToolCallDelta]]) -> list[ToolCall]:
     return [
         ToolCall(str(delta.id), FunctionCall(str(delta.function.name), str(delta.function.arguments)))
-        for delta in deltas
+        for of_run in deltas
+        for delta in of_run
     ]
