@@ -438,6 +438,7 @@ def budget_memory(
         block_size=block_size,
         max_chunk=max_chunk,
         max_num_seqs=config.scheduler.max_num_seqs,
+        max_pinned_tokens=config.cache.max_pinned_tokens,
     )
     if memory_bytes > left_bytes:
         raise ConfigError(

@@ -57,16 +57,19 @@ def kv_layout(
     block_size: int,
     max_chunk: int,
     max_num_seqs: int,
+    max_pinned_tokens: int = 0,
 ) -> KVLayout:
-    """Pools within the memory. No pool is larger than `max_num_seqs` sequences of `max_model_len` can use.
+    """Pools within the memory. No pool is larger than `max_num_seqs` sequences of `max_model_len` and `max_pinned_tokens` can use.
 
-    The memory must hold one such sequence: `request_bytes`.
+    The memory must hold one such sequence, `request_bytes`, beside what is pinned.
     """
+    num_pinned = max_pinned_tokens // block_size
+    memory_bytes -= sum(num_pinned * _block_bytes(group, block_size) for group in groups)
     needs = [blocks_for_request(group, max_model_len, block_size=block_size, max_chunk=max_chunk) for group in groups]
     one_request = request_bytes(groups, max_model_len, block_size=block_size, max_chunk=max_chunk)
     if memory_bytes < one_request:
         raise ValueError(f"{memory_bytes} bytes of KV cache do not hold a sequence of {max_model_len} tokens")
-    num_blocks = tuple(min(need * memory_bytes // one_request, need * max_num_seqs) for need in needs)
+    num_blocks = tuple(num_pinned + min(need * memory_bytes // one_request, need * max_num_seqs) for need in needs)
     return KVLayout(block_size=block_size, groups=tuple(groups), num_blocks=num_blocks)
 
 

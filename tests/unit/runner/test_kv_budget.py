@@ -38,6 +38,10 @@ def test_known_sizes() -> None:
 def test_no_pool_is_larger_than_all_sequences_can_use() -> None:
     layout = kv_layout((FULL, WINDOW), 10**9, max_model_len=160, block_size=16, max_chunk=32, max_num_seqs=4)
     assert layout.num_blocks == (40, 40)
+    layout = kv_layout(
+        (FULL, WINDOW), 10**9, max_model_len=160, block_size=16, max_chunk=32, max_num_seqs=4, max_pinned_tokens=170
+    )
+    assert layout.num_blocks == (50, 50)
 
 
 def test_too_little_memory_is_an_error() -> None:
@@ -45,18 +49,39 @@ def test_too_little_memory_is_an_error() -> None:
         kv_layout((FULL,), 1000, max_model_len=160, block_size=16, max_chunk=32, max_num_seqs=4)
 
 
-@given(groups, st.sampled_from([8, 16, 32]), st.integers(1, 4000), st.integers(1, 3000), st.floats(1, 20))
-def test_layout_holds_a_full_request_within_the_memory(
-    kv_groups: tuple[KVGroup, ...], block_size: int, max_model_len: int, max_chunk: int, times: float
+@given(
+    groups,
+    st.sampled_from([8, 16, 32]),
+    st.integers(1, 4000),
+    st.integers(1, 3000),
+    st.floats(1, 20),
+    st.sampled_from([0, 0, 15, 2000]),
+    st.sampled_from([1, 256]),
+)
+def test_layout_holds_a_full_request_beside_what_is_pinned_within_the_memory(
+    kv_groups: tuple[KVGroup, ...],
+    block_size: int,
+    max_model_len: int,
+    max_chunk: int,
+    times: float,
+    pinned: int,
+    max_num_seqs: int,
 ) -> None:
     one = request_bytes(kv_groups, max_model_len, block_size=block_size, max_chunk=max_chunk)
-    memory = int(one * times)
+    memory = int(one * times) + pinned * sum(group.bytes_per_token for group in kv_groups)
     layout = kv_layout(
-        kv_groups, memory, max_model_len=max_model_len, block_size=block_size, max_chunk=max_chunk, max_num_seqs=256
+        kv_groups,
+        memory,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        max_chunk=max_chunk,
+        max_num_seqs=max_num_seqs,
+        max_pinned_tokens=pinned,
     )
     assert layout_bytes(layout) <= memory
     for group, num_blocks in zip(kv_groups, layout.num_blocks, strict=True):
-        assert num_blocks >= blocks_for_request(group, max_model_len, block_size=block_size, max_chunk=max_chunk)
+        need = blocks_for_request(group, max_model_len, block_size=block_size, max_chunk=max_chunk)
+        assert num_blocks >= need + pinned // block_size
 
 
 @given(groups, st.sampled_from([8, 16, 32]), st.integers(1, 4000), st.integers(1, 3000), st.integers(0, 10**8))
