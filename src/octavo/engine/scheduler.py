@@ -598,7 +598,8 @@ class Scheduler:
             count = request.num_known - known
             request.num_untold = count - 1
             self._tally.num_generated_tokens += count
-            if request.first_token_s is None:
+            is_first = request.first_token_s is None
+            if is_first:
                 if request.spec.pin:
                     request.num_pinned_tokens = self._kv.pin(request.blocks, request.num_prompt_tokens)
                 request.first_token_s = now_s
@@ -609,10 +610,13 @@ class Scheduler:
                 self._tally.itl_s.append(now_s - request.last_token_s)
             request.last_token_s = now_s
             event = request.event(outcome.token_ids[:count], outcome.logprobs, reason, stop_token)
-            if reason is None:
-                self._tally.events.append(event)
-            else:
+            if reason is not None:
                 self._end(request, event)
+            elif is_first:
+                # Delivering a large step takes time, and who waits for a beginning notices it more than who reads on.
+                self._tally.events.insert(0, event)
+            else:
+                self._tally.events.append(event)
         elif request.num_computed == request.num_known:
             # Nothing was to be generated: the prompt was computed for its own sake.
             self._tally.num_prompt_tokens += request.num_prompt_tokens
