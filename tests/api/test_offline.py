@@ -1,4 +1,4 @@
-"""`LLM`: vLLM's offline interface, mostly on a tiny model with the numpy reference (cases O-01, O-02, O-18, O-20, O-21)."""
+"""`LLM`: vLLM's offline interface, mostly on a tiny model with the numpy reference (cases O-01, O-02, O-18, O-20, O-21, O-27)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+from octavo import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
 from octavo.frontend.link import ChildLink
 
@@ -51,6 +51,36 @@ def test_results_come_in_input_order(llm: LLM) -> None:
     alone = [generate(llm, [prompt], one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
     assert token_ids(outputs) == token_ids(alone)
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_o27_preemption_does_not_change_answers() -> None:
+    """Memory for a part of 8 requests, with logprobs, a stop string, a grammar and two choices among them; and one beyond all of it."""
+    words = "Octavo folds a sheet three times, "
+    prompts = [words[: 5 + 3 * index] for index in range(8)]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=60 + index,
+            logprobs=2 if index % 2 else None,
+            ignore_eos=index != 4,
+            stop=["e"] if index == 2 else None,
+            n=2 if index == 3 else 1,
+            structured_outputs=StructuredOutputsParams(regex="[a-f]{40,50}") if index == 4 else None,
+        )
+        for index in range(8)
+    ]
+    with LLM(str(TINY), backend="cpu", kv_cache_memory="2M", max_model_len=128) as roomy:
+        alone = [generate(roomy, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    with LLM(str(TINY), backend="cpu", kv_cache_memory="80K", max_model_len=128, max_num_seqs=8) as short:
+        together = generate(short, prompts, params)
+        with pytest.raises(ContextLengthError):
+            generate(short, "x" * 200)
+    assert [output.outputs for output in together] == [output.outputs for output in alone]
+    assert together[2].outputs[0].finish_reason == "stop"
+    assert len(together[3].outputs) == 2
+    assert set(together[4].outputs[0].text) <= set("abcdef")
+    assert sum(output.metrics.num_preemptions for output in together if output.metrics) > 0
+    assert all(output.metrics.num_preemptions == 0 for output in alone if output.metrics)
 
 
 def test_prompts_in_all_forms_are_the_same(llm: LLM) -> None:
