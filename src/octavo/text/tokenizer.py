@@ -103,11 +103,12 @@ class Tokenizer:
         vocabulary = self._vocabulary
         if vocabulary.unknown_id is not None or vocabulary.shrink >= UNBOUNDED:
             return UNBOUNDED
-        # The characters that begin in the token, and one that begins before it.
-        longest = max(
-            len(piece.translate(None, _CONTINUATION_BYTES)) + (piece[:1] in _CONTINUATION_BYTES)
-            for piece in self.pieces
-        )
+        longest = 0
+        for piece in self.pieces:
+            if len(piece) > longest:  # in bytes, which are no fewer than its characters
+                # The characters that begin in the token, and one that begins before it.
+                characters = len(piece.translate(None, _CONTINUATION_BYTES)) + (piece[:1] in _CONTINUATION_BYTES)
+                longest = max(longest, characters)
         return longest * vocabulary.shrink
 
     def pieces_showing(self, texts: Sequence[str]) -> tuple[bytes, ...]:
