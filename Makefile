@@ -17,6 +17,7 @@ format: ## rewrite sources in the project's style
 	$(BIN)/clang-format -i $(CPP)
 
 check: ## format, lint, types, the import rule and generated pages, without changing anything
+	@! git ls-files --cached --ignored --exclude-standard | grep . # committed, though it is ignored
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
