@@ -1,6 +1,6 @@
 """Random requests, right and wrong, to all endpoints of a real server, made from its own OpenAPI document; a quarter of the clients leave.
 
-    python scripts/fuzz.py --minutes 10          # writes benchmarks/results/<date>-<machine>-<commit>-fuzz.json
+    python scripts/fuzz.py --minutes 10          # writes benchmarks/results/<date>-<machine>-<commit>-fuzz-<seed>.json
     python scripts/fuzz.py --minutes 0.4 --no-result
 
 Fails (exit status 1) when the server answers with a 5xx, when an answer is no JSON or an error has not its shape, when a known answer
@@ -143,7 +143,7 @@ def fuzz(minutes: float, seed: int, store: Path) -> dict[str, Any]:
         if (status := server.stop()) != 0:
             faults.append(f"the server ended with status {status}")
     return {
-        "what": "fuzz", "minutes": minutes, "seed": seed, "totals": dict(sorted(totals.items())), "observations": observations,
+        "what": f"fuzz-{seed}", "minutes": minutes, "seed": seed, "totals": dict(sorted(totals.items())), "observations": observations,
         "faults": faults,
     }  # fmt: skip
 
