@@ -1,4 +1,4 @@
-"""A real server's door: TLS, a proxy before it, what it opens and whom it calls, and what its logs tell (cases O-40, O-45)."""
+"""A real server's door: TLS, a proxy before it, what it opens and whom it calls, and what its logs tell (cases O-39, O-40, O-45)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ TLS = ROOT / "tests" / "support" / "tls"
 CHAT = "/v1/chat/completions"
 SECRET, PROMPT = "zanzibar-key-4711", "zanzibar-prompt-4711"
 SMALL = ("--max-model-len", "512", "--kv-cache-memory", "64M")
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "paint", "parameters": COLOUR}}
+
+
+def answer_of(name: str) -> dict[str, Any]:
+    """A response format. Its name makes it another one."""
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": {**COLOUR, "title": name}}}
 
 
 def test_tls() -> None:
@@ -133,6 +145,72 @@ def test_two_models_behind_nginx(tmp_path: Path) -> None:
         connection.close()
 
 
+def listening_inodes() -> dict[str, str]:
+    """Sockets of this machine that listen: inode -> address, or name of a Unix socket."""
+    found = {}
+    for kind in ("tcp", "tcp6"):
+        for line in Path("/proc/net", kind).read_text().splitlines()[1:]:
+            parts = line.split()
+            if parts[3] == "0A":
+                found[parts[9]] = parts[1]
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        parts = line.split()
+        if int(parts[3], 16) & 0x10000:
+            found[parts[6]] = " ".join(parts[7:]) or "an unnamed Unix socket"
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [pid, *(one for child in children for one in descendants(child))]
+
+
+def test_o39_only_the_port_listens() -> None:
+    """Also with the engine in a child and the compiler of grammars in another."""
+    with live("serve", *SMALL, "--engine-process") as server:
+        assert server.chat("Paint.", response_format=answer_of("a"), max_tokens=20).status == 200
+        processes, listening = descendants(server.process.pid), listening_inodes()
+        assert len(processes) >= 3
+        held = [
+            listening[inode]
+            for process in processes
+            for descriptor in Path(f"/proc/{process}/fd").iterdir()
+            if (inode := str(descriptor.readlink()).removeprefix("socket:[").rstrip("]")) in listening
+        ]
+    assert held == [f"0100007F:{server.port:04X}"]
+
+
+def test_o39_checks_are_no_assertions() -> None:
+    """Bad requests are refused alike where Python leaves assertions out."""
+    bodies: list[dict[str, Any]] = [
+        {"n": 0}, {"temperature": 9}, {"nope": 1}, {"messages": []}, {"messages": [{"role": "user", "content": None}]},
+        {"tools": [{}]}, {"tool_choice": "required"}, {"stop": [""]}, {"max_tokens": 10**9}, {"logit_bias": {"-1": 1}},
+        {"response_format": {"type": "json_schema"}}, {"top_logprobs": 1}, {"stream_options": {}}, {"best_of": 2},
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, {"chat_template_kwargs": {"messages": []}},
+    ]  # fmt: skip
+    answers = []
+    for optimize in ("", "2"):
+        with live("mock", env={"PYTHONOPTIMIZE": optimize}) as server:
+            replies = [server.chat(**body) for body in bodies]
+        answers.append([(reply.status, reply.error()["message"]) for reply in replies])
+    assert answers[0] == answers[1]
+    assert {status for status, _ in answers[0]} == {400}
+
+
+def test_o39_nothing_that_runs_data_is_imported() -> None:
+    """No pickle, no eval: no text of a client, model file or socket becomes code."""
+    wrong = re.compile(
+        r"^\s*(import|from)\s+(pickle|cloudpickle|dill|marshal|shelve|joblib|torch)\b|(?<![\w.\"`])(eval|exec)\(",
+        re.MULTILINE,
+    )
+    assert wrong.search("import pickle") and wrong.search("x = eval(text)")
+    for path in (ROOT / "src").rglob("*.py"):
+        assert not (found := wrong.search(path.read_text(encoding="utf-8"))), (path, found)
+
+
 def test_o40_a_running_server_calls_nobody_and_opens_nothing_else(smollm2: Path, tmp_path: Path) -> None:
     """Watches the system calls of a served model through all kinds of requests. Only what comes after the start-up counts."""
     trace = tmp_path / "trace"
@@ -140,7 +218,10 @@ def test_o40_a_running_server_calls_nobody_and_opens_nothing_else(smollm2: Path,
         "connect,sendto,sendmsg,bind,open,openat,openat2,creat,unlink,unlinkat,rename,renameat2,mkdir,execve,fork,vfork"
     )
     under = ("strace", "-D", "-f", "-ttt", "--seccomp-bpf", "-e", f"trace={calls}", "-o", str(trace))
-    with socket.create_server(("127.0.0.1", 0)) as trap, live("serve", *SMALL, under=under) as server:
+    kept = ("--responses-store", "--responses-store-path", str(tmp_path / "responses.sqlite"))
+    with socket.create_server(("127.0.0.1", 0)) as trap, live("serve", *SMALL, *kept, under=under) as server:
+        # The first grammar starts the compiler's process, once; the first body that is large a thread, which asks for its limits.
+        assert server.chat("Paint.", response_format=answer_of("first"), max_tokens=20).status == 200
         began = time.time()
         inside = f"http://127.0.0.1:{trap.getsockname()[1]}"
         assert server.chat("hello", logprobs=True).status == 200
@@ -166,8 +247,17 @@ def test_o40_a_running_server_calls_nobody_and_opens_nothing_else(smollm2: Path,
         assert server.chat(temperature=9).status == 400
         assert server.get("/nothing").status == 404
         assert server.post("/tokenize", {"prompt": "x" * 20_000}).status in (200, 400)
-        for path in ("/health", "/metrics", "/v1/models", "/version"):
+        for path in ("/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/docs", "/docs/start.js"):
             assert server.get(path).status == 200
+        assert server.chat("Paint.", response_format=answer_of("second"), max_tokens=20).status == 200
+        assert server.chat("Paint.", tools=[TOOL], tool_choice="required", max_tokens=40).status == 200
+        first = server.post("/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
+        then = {"input": "and?", "previous_response_id": first["id"], "max_output_tokens": 4}
+        assert server.post("/v1/responses", then).status == 200
+        assert server.request("DELETE", f"/v1/responses/{first['id']}").status == 200
+        ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        assert server.post("/v1/messages", ask).status == 200
+        assert server.post("/v1/messages/count_tokens", {"messages": ask["messages"]}).status == 200
         asked = time.time()
         trap.settimeout(0.1)
         with pytest.raises(TimeoutError):
@@ -182,7 +272,8 @@ def test_o40_a_running_server_calls_nobody_and_opens_nothing_else(smollm2: Path,
     # Sent bytes go to sockets that clients opened; a datagram would name its receiver.
     wrong = [call for call in seen if call[0] not in ("sendto", "sendmsg", "openat")]
     wrong += [call for call in seen if "sa_family" in call[1]]
-    wrong += [call for call in seen if call[0] == "openat" and not re.search(r'"/(proc|sys)/', call[1])]
+    own = re.compile(rf'"(/proc/|/sys/|/dev/null"|{re.escape(str(tmp_path))}/responses\.sqlite)')
+    wrong += [call for call in seen if call[0] == "openat" and not own.search(call[1])]
     assert not wrong, "\n".join(map(str, wrong))
 
 

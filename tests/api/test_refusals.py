@@ -1,9 +1,10 @@
-"""Bad requests end as a 4xx in OpenAI's shape and harm nobody (cases O-01, O-02, O-05, O-06, O-16, O-18, O-20, O-22, O-35, O-36)."""
+"""Bad requests end as a 4xx in OpenAI's shape and harm nobody (cases O-01, O-02, O-05, O-06, O-08, O-16, O-18, O-20, O-22, O-35, O-36)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import time
 from typing import Any
@@ -257,6 +258,48 @@ def test_o08_heads_are_bounded(server: Live) -> None:
     assert b" 400 " in answer(b"NONSENSE\r\n\r\n")
     big = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50000000000\r\n\r\n{"
     assert b" 413 " in answer(big)
+
+
+def test_o08_bodies_are_bounded_while_they_come(server: Live) -> None:
+    """A body without end is refused at its bound, and compressed ones and those of strange lengths at once."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((server.host, server.port), timeout=20) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 40 << 20 and not select.select([connection], [], [], 0)[0]:
+                connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+                sent += 65536
+        assert b" 413 " in connection.recv(65536)
+        assert sent < 40 << 20
+    before = server.rss_bytes()
+    for header, status in (
+        (b"Content-Encoding: gzip\r\nContent-Length: 100", b" 415 "),
+        (b"Content-Encoding: br\r\nContent-Length: 100", b" 415 "),
+        (b"Content-Length: -1", b" 400 "),
+        (b"Content-Length: 1e3", b" 400 "),
+        (b"Content-Length: 5\r\nContent-Length: 6", b" 400 "),
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked", b" 400 "),
+        (b"Transfer-Encoding: gzip, chunked", b" 4"),
+    ):
+        with socket.create_connection((server.host, server.port), timeout=20) as connection:
+            connection.sendall(head + header + b"\r\n\r\n")
+            assert status in connection.recv(65536), header
+    assert server.rss_bytes() < before + (8 << 20)
+
+
+def test_o08_slow_clients_hold_up_nobody(server: Live) -> None:
+    with contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection((server.host, server.port), timeout=10)) for _ in range(500)
+        ]
+        for text in (b"P", b"O", b"S"):
+            for connection in slow:
+                connection.sendall(text)
+            began = time.monotonic()
+            assert server.get("/health").status == 200
+            assert server.complete(max_tokens=1).status == 200
+            assert time.monotonic() - began < 5
 
 
 def test_o36_every_route_needs_the_key(guarded: Live) -> None:

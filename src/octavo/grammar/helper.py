@@ -233,7 +233,7 @@ class _Helper:
 
 def _limit(limits: Limits) -> None:
     """Bounds this process. Memory is bounded as address space, of which it has some already."""
-    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - read once, in a fork
+    with open("/proc/self/statm", encoding="utf-8") as file:  # noqa: PTH123 - read once, in a fork
         address_space = int(file.read().split()[0]) * resource.getpagesize()
     most_bytes = address_space + limits.memory_bytes
     seconds = max(1, int(limits.compile_s))

@@ -95,7 +95,7 @@ def test_chat_template(tmp_path: Path, in_config: Any, file: str | None, expecte
     assert read_folder(path).chat_template == expected
 
 
-def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
+def test_o39_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
     path = write_hf_folder(tmp_path / "m", hf_config() | {"auto_map": {"AutoModelForCausalLM": "evil.Model"}})
     (path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     read_folder(path)

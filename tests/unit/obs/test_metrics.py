@@ -116,7 +116,7 @@ def test_http_and_state() -> None:
     assert value(metrics, "octavo:engine_state", state="loading") == 0
 
 
-def test_a_broken_sink_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_o45_a_broken_sink_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     log, seen = EventLog(), []
 
     def broken(event: object) -> None:

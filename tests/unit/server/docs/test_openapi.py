@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -303,6 +304,20 @@ def test_every_route_is_told() -> None:
     for name, schema in told["components"]["schemas"].items():
         Draft202012Validator.check_schema(schema)
         assert name in PARTS or schema.get("title", name) == name
+
+
+def test_o36_every_route_needs_the_key() -> None:
+    """All that are registered, but the written list: liveness, readiness and the documentation; administration needs its own."""
+    served = app(api_key=("key",))
+    open_paths = {"/health", "/ready", "/live", "/openapi.json", "/docs", "/docs/{name}"}
+    closed = {"/reset_prefix_cache", "/pin_prefix", "/unpin_prefix"}
+    for method, path in served.routes:
+        for authorization in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "ke"}):
+            call = Call(served, re.sub("{.*}", "start.js", path), {}, method=method, headers=authorization)
+            asyncio.run(call.run())
+            expected = 403 if path in closed else 401
+            assert path in open_paths or call.status == expected, (method, path, call.status)
+            assert path not in open_paths or call.status in (200, 503)
 
 
 def test_wrong_methods_are_told_the_right_ones() -> None:
