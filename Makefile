@@ -1,11 +1,12 @@
 # One command per verb. They use the virtual environment .venv; `make setup` makes it.
 PYTHON ?= python3
 BIN := .venv/bin
+CHECKS ?= ../shared/conformance
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CPP := $(wildcard native/*/*.cpp native/*/*.h tests/native/*.cpp tests/native/*.h)
 NATIVE_TESTS := cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DOCTAVO_PYTHON=OFF -DOCTAVO_NATIVE_TESTS=ON
 
-.PHONY: setup format check docs test bench native-test soak soak-short invariance fuzz fuzz-short clients api-check clean
+.PHONY: setup format check docs test bench native-test soak soak-short invariance fuzz fuzz-short clients api-check conformance conformance-short clean
 
 setup: ## virtual environment with octavo (editable) and all tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -56,14 +57,20 @@ invariance: ## random requests and settings on a real model, each answer against
 fuzz: ## random right and wrong requests to all endpoints of a real server; writes benchmarks/results
 	$(BIN)/python scripts/fuzz.py --minutes 10
 
-fuzz-short: ## the same in half a minute, for CI
-	$(BIN)/python scripts/fuzz.py --minutes 0.5 --no-result
+fuzz-short: ## the same in a third of a minute, for CI
+	$(BIN)/python scripts/fuzz.py --minutes 0.35 --no-result
 
 clients: ## LangChain and LlamaIndex against a real server, in an environment of their own
 	$(BIN)/python scripts/clients.py
 
 api-check: ## schemathesis against a server, by its own OpenAPI document
 	$(BIN)/python scripts/schemathesis_check.py
+
+conformance: ## black-box checks against servers with and without a key; CHECKS names their folder
+	$(BIN)/python scripts/conformance.py $(CHECKS)
+
+conformance-short: ## the same in half the time, for CI
+	$(BIN)/python scripts/conformance.py $(CHECKS) --short
 
 clean:
 	rm -rf build dist .venv .venv-clients src/octavo/backends/cpu/_native*.so

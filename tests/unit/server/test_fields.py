@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import UnsupportedFieldError
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, decode
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, decode, not_built_fields
+from octavo.server.responses.protocol import ResponsesRequest
 from octavo.text.template import ChatTemplate
 from support.asgi import Call, application
 from support.scripted import EOS, model_of, spell
@@ -166,6 +167,39 @@ def test_fields_that_are_not_built_are_refused_by_name(kind: Any) -> None:
             assert refusal.value.param == name
         for value in (*neutral, None):
             assert decode(json.dumps({**body, name: value}).encode(), kind) == decode(json.dumps(body).encode(), kind)
+
+
+NAMES: dict[Any, str] = {
+    ChatCompletionRequest: "messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens max_completion_tokens n "
+    "presence_penalty response_format seed stop stream stream_options temperature top_p tools tool_choice parallel_tool_calls "
+    "reasoning_effort user metadata store service_tier modalities audio prediction verbosity web_search_options functions function_call "
+    "safety_identifier prompt_cache_key prompt_cache_retention moderation include_reasoning echo add_generation_prompt "
+    "continue_final_message documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text",
+    CompletionRequest: "model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream "
+    "stream_options suffix temperature top_p user prompt_embeds response_format",
+    ResponsesRequest: "input instructions background include max_output_tokens max_tool_calls metadata model logit_bias conversation "
+    "parallel_tool_calls previous_response_id prompt reasoning service_tier store stream stream_options temperature text tool_choice "
+    "tools top_logprobs top_p truncation user prompt_cache_key prompt_cache_retention safety_identifier top_k min_p repetition_penalty "
+    "presence_penalty frequency_penalty seed stop stop_token_ids ignore_eos structured_outputs priority cache_salt session_id request_id "
+    "vllm_xargs kv_transfer_params ec_transfer_params chat_template_kwargs include_reasoning previous_input_messages "
+    "enable_response_messages prompt_cache_options skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
+    "watermarking media_io_kwargs mm_processor_kwargs mm_payload return_mm_kwargs",
+}
+VLLM = (
+    "use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens "
+    "skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side allowed_token_ids bad_words prompt_logprobs "
+    "logprob_token_ids structured_outputs priority request_id session_id cache_salt return_token_ids return_tokens_as_token_ids "
+    "return_token_offsets kv_transfer_params ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval "
+    "watermarking add_special_tokens return_weight_versions routed_experts_prompt_start mm_payload return_mm_kwargs guided_json "
+    "guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern"
+)
+
+
+@pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.__name__)
+def test_every_field_of_openai_and_vllm_is_known(kind: Any) -> None:
+    """Works, or is refused by name: nothing is an unknown field, and nothing is ignored."""
+    names = {*NAMES[kind].split(), *(VLLM.split() if kind is not ResponsesRequest else ())}
+    assert names <= {*kind.__struct_fields__, *not_built_fields(kind)}
 
 
 def test_best_of_gives_the_choices_that_are_likeliest_per_token() -> None:
