@@ -280,7 +280,7 @@ def test_o08_bodies_are_bounded_while_they_come(server: Live) -> None:
         (b"Content-Length: 1e3", b" 400 "),
         (b"Content-Length: 5\r\nContent-Length: 6", b" 400 "),
         (b"Content-Length: 5\r\nTransfer-Encoding: chunked", b" 400 "),
-        (b"Transfer-Encoding: gzip, chunked", b" 4"),
+        (b"Transfer-Encoding: gzip", b" 400 "),
     ):
         with socket.create_connection((server.host, server.port), timeout=20) as connection:
             connection.sendall(head + header + b"\r\n\r\n")
