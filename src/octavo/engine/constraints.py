@@ -46,11 +46,6 @@ class Constraints:
         self._prepared = grammar is None
 
     @property
-    def holds_requests(self) -> bool:
-        """Whether requests wait for their matchers."""
-        return bool(self._held)
-
-    @property
     def idle_timeout_s(self) -> float | None:
         """How long an engine without work may wait for messages; then `settle` is to be called."""
         if self._held:

@@ -45,7 +45,7 @@ class Draft:
         """Tokens that long prompts which run already get before those that wait."""
         chunk = self._bounds.chunk(self._num_decodes)
         if others_wait:
-            return int(min(self._budget, max(1.0, chunk // 4)))
+            return int(min(self._budget, max(1.0, chunk / 4)))
         return int(min(self._budget, chunk)) if self._num_decodes else self._budget
 
     def give(self, request: Request, count: int) -> int:
