@@ -1,4 +1,4 @@
-"""Structured outputs against a live server: whole and streamed, with logprobs, choices and stops; wrong ones refused (O-03, O-17, O-34)."""
+"""Structured outputs on a live server: whole, streamed, with logprobs, choices, stops, jumps; wrong ones refused (O-03, O-17, O-34)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+_DIGIT = {
+    "type": "tag",
+    "begin": "<n>",
+    "content": {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+TAG = {"type": "sequence", "elements": [{**_DIGIT, "end": "</n>"}, {"type": "const_string", "value": "!"}]}
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
@@ -66,6 +74,8 @@ def test_a_schema_whole_streamed_and_in_several_choices(server: Live) -> None:
         ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
         ({"structured_outputs": {"json": '{"enum": [1, 2]}'}}, "1|2"),
         ({"guided_json": {"type": "boolean"}}, "true|false"),
+        ({"structured_outputs": {"structural_tag": {"format": TAG}}}, r"<n>[0-9]</n>!"),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, r"<n>[0-9]</n>!"),
         (
             {
                 "structured_outputs": {
@@ -112,6 +122,25 @@ def test_a_stop_string_ends_it_earlier(server: Live) -> None:
         "choices"
     ][0]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("one ", "stop", "two")
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ["_of_"]}, {"max_tokens": 9}, {"n": 2, "frequency_penalty": 1.0}])
+def test_jumps_change_nothing(server: Live, fields: dict[str, Any]) -> None:
+    """With logprobs every token is sampled; without them, those that the names of properties leave no choice of are not."""
+    names = ["the_name_of_the_ship", "the_number_of_its_masts"]
+    properties = {names[0]: {"type": "string", "maxLength": 9}, names[1]: {"type": "integer", "maximum": 9}}
+    schema = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    options = {"response_format": json_schema(schema), "temperature": 1, "seed": 5, "max_tokens": 60, **fields}
+    sampled, jumped = (server.chat("A ship?", logprobs=logprobs, **options).json() for logprobs in (True, False))
+    assert jumped["usage"]["completion_tokens"] == sampled["usage"]["completion_tokens"]
+    for one, other in zip(jumped["choices"], sampled["choices"], strict=True):
+        assert {**one, "logprobs": None} == {**other, "logprobs": None}
+    messages = [{"role": "user", "content": "A ship?"}]
+    chunks = server.stream("/v1/chat/completions", {"messages": messages, **options})
+    pieces = [
+        choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"] if choice["index"] == 0
+    ]
+    assert "".join(pieces) == jumped["choices"][0]["message"]["content"]
 
 
 def test_it_is_the_same_beside_others(server: Live) -> None:

@@ -9,6 +9,7 @@ Fork-safe because it has one thread: nothing can hold a lock when it forks.
 from __future__ import annotations
 
 import os
+import random
 import re
 import resource
 import selectors
@@ -23,8 +24,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import OctavoError, UnsupportedFieldError
-from octavo.grammar.limits import Limits, parser_limits
+from octavo.errors import InvalidRequestError, OctavoError, UnsupportedFieldError
+from octavo.grammar.limits import MAX_FORCED_BYTES, Limits, parser_limits
 from octavo.grammar.source import source_of
 from octavo.grammar.spec import GrammarSpec
 from octavo.grammar.tokens import TokenTable, make_tokenizer
@@ -35,6 +36,12 @@ MAX_FORKS = 2
 _STACK_BYTES = 6 << 20
 """Less than the threads have in which a grammar is compiled again, so that deep recursion is found out here."""
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
+_MEANINGS = {
+    "NoExtensionBias": "no output fits it: it refers to itself without an end",
+    "recursion limit exceeded": "it is nested too deeply",
+}
+"""Of llguidance's messages that say little."""
+_TRIED_OUTPUTS, _TRIED_TOKENS = 3, 24
 _CLOCK_FACTOR = 2
 _NO_MEMORY = 2
 
@@ -255,6 +262,8 @@ def _compile(compile: Compile, tokenizer: Any, specials: dict[str, int]) -> From
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
+        if not matcher.is_error():
+            _try_out(matcher, spec.field)
     except OctavoError as error:
         return Refused(compile.number, error.message, isinstance(error, UnsupportedFieldError))
     except ValueError as error:
@@ -265,8 +274,41 @@ def _compile(compile: Compile, tokenizer: Any, specials: dict[str, int]) -> From
     return Compiled(compile.number, source, grown * 1024)
 
 
+def _try_out(matcher: Any, field: str) -> None:
+    """Follows a few random outputs for some tokens, so that most of what would take too long beside others is found out here.
+
+    Raises InvalidRequestError for a grammar that forces long texts. What else is wrong the matcher says.
+    """
+    rng = random.Random(0)
+    for _ in range(_TRIED_OUTPUTS):
+        one = matcher.deep_copy()
+        for _ in range(_TRIED_TOKENS):
+            forced = len(one.compute_ff_bytes())
+            if forced > MAX_FORCED_BYTES:
+                raise InvalidRequestError(
+                    f"{field} leaves no choice in {forced} bytes of the output at a time; at most {MAX_FORCED_BYTES} are allowed",
+                    param=field,
+                )
+            mask = int.from_bytes(one.compute_bitmask(), "little")
+            if not mask or one.is_error():
+                break
+            one.consume_tokens(one.compute_ff_tokens() or [_random_bit(mask, rng)])
+            if one.is_stopped():
+                break
+
+
+def _random_bit(mask: int, rng: random.Random) -> int:
+    """The place of a bit that is set, the first one from somewhere on."""
+    shift = rng.randrange(mask.bit_length())
+    above = mask >> shift
+    return shift + (above & -above).bit_length() - 1
+
+
 def _refusal(compile: Compile, message: str) -> Refused:
     field = compile.spec.field
+    for sign, meaning in _MEANINGS.items():
+        if message.startswith(sign):
+            return Refused(compile.number, f"{field}: {meaning}")
     if found := _UNIMPLEMENTED.search(message):
         keys = ", ".join(msgspec.json.decode(found[1], type=list[str]))
         return Refused(compile.number, f"{field}: the schema keyword {keys} cannot be enforced: remove it", True)

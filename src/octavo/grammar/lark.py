@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.grammar.schema import prepare_schema
+from octavo.grammar.schema import check_length, prepare_schema
 from octavo.grammar.spec import GrammarSpec
 
 _UNSAFE = re.compile('[\x00-\x1f\x7f-\x9f\u2028\u2029"\\\\]')
@@ -62,7 +62,8 @@ class LarkWriter:
         return name
 
     def words(self, text: str) -> str:
-        """Terms for exactly this text."""
+        """Terms for exactly this text. Raises InvalidRequestError when it is too long."""
+        check_length(text, self._spec.field)
         terms: list[str] = []
         start = 0
         for found in self._special.finditer(text):

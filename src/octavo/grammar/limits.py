@@ -17,6 +17,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 512 << 20
 
 
+MAX_FORCED_BYTES = 16_384
+"""Longest text that a grammar may leave no choice in. It is read in one go, some 6 us a byte, in which other streams wait."""
+
 MATCHER_LIMITS = {
     "max_items_in_row": 4_000,
     "initial_lexer_fuel": 2_000_000,

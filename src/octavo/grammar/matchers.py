@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from octavo.contracts import MaskBits, RequestId, Slot
-from octavo.grammar.limits import parser_limits
+from octavo.grammar.limits import MAX_FORCED_BYTES, parser_limits
 from octavo.grammar.tokens import Spell, TokenTable, make_tokenizer
 
 _log = logging.getLogger("octavo")
@@ -34,12 +34,14 @@ _NICE = 19
 class _Matcher:
     """One output's."""
 
-    __slots__ = ("native", "source", "token_ids")
+    __slots__ = ("native", "problem", "source", "token_ids")
 
     def __init__(self, source: str, native: Any) -> None:
         self.source = source
         self.native = native
         self.token_ids: list[int] = []
+        self.problem: str | None = None
+        """Why it is to go no further."""
 
     def take(self, token_ids: list[int]) -> None:
         self.token_ids += token_ids
@@ -129,10 +131,15 @@ class MatcherPool:
         """See `contracts.Grammar`. A token that the grammar does not allow leaves a matcher that allows none."""
         matcher = self._matchers[request_id]
         matcher.take([token])
+        # The same as taking tokens for as long as the mask leaves one, which would cost a mask each. The next mask looks for them too.
+        forced: list[int] = matcher.native.compute_ff_tokens()
+        if len(forced) > MAX_FORCED_BYTES:
+            matcher.problem = (
+                f"it leaves no choice in {len(forced)} tokens at a time; at most {MAX_FORCED_BYTES} are allowed"
+            )
+            return ()
         if not jump:
             return ()
-        # The same as taking tokens for as long as the mask leaves one, which would cost a mask each.
-        forced: list[int] = matcher.native.compute_ff_tokens()
         for place, following in enumerate(forced):
             if following in self._eos_ids:
                 del forced[place:]
@@ -178,10 +185,14 @@ class MatcherPool:
         row_bytes = 4 * self._row_words
         words = bytearray(row_bytes * len(matchers))
         address = ctypes.addressof((ctypes.c_char * len(words)).from_buffer(words))
-        natives = [(matcher.native, row) for row, matcher in enumerate(matchers)]
-        self._native.unsafe_compute_mask_ptr(natives, address, row_bytes, len(matchers))
+        natives = [(matcher.native, row) for row, matcher in enumerate(matchers) if matcher.problem is None]
+        if natives:
+            self._native.unsafe_compute_mask_ptr(natives, address, row_bytes, len(matchers))
         failures: dict[int, str] = {}
         for row, matcher in enumerate(matchers):
+            if matcher.problem is not None:
+                failures[row] = f"the output cannot go on under its grammar: {matcher.problem}"
+                continue
             if matcher.native.is_error():
                 self._worn.add(matcher.source)
                 matcher.native = self._make(matcher.source)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequestError, UnsupportedFieldError
+from octavo.grammar.limits import MAX_FORCED_BYTES
 from octavo.grammar.spec import GrammarSpec
 
 WHITESPACE = r"(\r?\n[ \t]{0,16}| {1,2})?"
@@ -49,8 +50,11 @@ def prepare_schema(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
         raise InvalidRequestError(f"{field}: the schema must be an object, not {type(schema).__name__}", param=field)
     if _OPTIONS in schema:
         raise UnsupportedFieldError(f"{field}: the schema keyword {_OPTIONS} is not accepted: remove it", param=field)
-    if not spec.lenient:
-        for subschema in _subschemas(schema, field):
+    if str(schema.get("$schema")).rstrip("#").endswith("draft-03/schema"):
+        raise UnsupportedFieldError(f"{field}: $schema names draft 3; write the schema by a later draft", param=field)
+    for subschema in _subschemas(schema, field):
+        _check_constants(subschema, field)
+        if not spec.lenient:
             _check_min_properties(subschema, field)
     text = json.dumps(schema, ensure_ascii=False)
     prepared = dict(_changed(schema, _narrowed) if '"exclusiveM' in text or '"date' in text else schema)
@@ -157,6 +161,25 @@ def _subschemas(schema: Mapping[str, Any], field: str) -> Iterator[Mapping[str, 
         if not layer:
             return
     raise InvalidRequestError(f"{field}: the schema is nested more than {MAX_DEPTH} levels deep", param=field)
+
+
+def check_length(text: str, field: str) -> None:
+    """Raises InvalidRequestError for a text that is to be written as it stands and is too long for it."""
+    if len(text) > MAX_FORCED_BYTES // 4 and (size := len(text.encode("utf-8", "replace"))) > MAX_FORCED_BYTES:
+        raise InvalidRequestError(
+            f"{field} has a text of {size} bytes that the output must repeat; at most {MAX_FORCED_BYTES} are allowed",
+            param=field,
+        )
+
+
+def _check_constants(schema: Mapping[str, Any], field: str) -> None:
+    values = schema.get("enum")
+    for value in (schema.get("const"), *(values if isinstance(values, list) else ())):
+        if isinstance(value, (str, list, Mapping)):
+            check_length(json.dumps(value, ensure_ascii=False), field)
+    properties = schema.get("properties")
+    for name in properties if isinstance(properties, Mapping) else ():
+        check_length(name, field)
 
 
 def _check_min_properties(schema: Mapping[str, Any], field: str) -> None:

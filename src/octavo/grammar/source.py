@@ -14,7 +14,7 @@ import msgspec
 from octavo.errors import InvalidRequestError
 from octavo.grammar.calls import calls_lark
 from octavo.grammar.lark import LarkWriter, literal, regex_term
-from octavo.grammar.schema import parse_schema, prepare_schema
+from octavo.grammar.schema import check_length, parse_schema, prepare_schema
 from octavo.grammar.spec import CallsSpec, GrammarKind, GrammarSpec, Reasoning
 from octavo.grammar.tags import structural_tag_lark
 
@@ -71,6 +71,8 @@ def _choice(spec: GrammarSpec) -> str:
     choices = parse_schema(spec.text, spec.field)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
         raise InvalidRequestError(f"{spec.field} must be a list of at least one text, none empty", param=spec.field)
+    for choice in choices:
+        check_length(choice, spec.field)
     return "start: CHOICE\nCHOICE: " + " | ".join(map(literal, dict.fromkeys(choices)))
 
 

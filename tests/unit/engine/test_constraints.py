@@ -126,6 +126,21 @@ def test_forced_tokens_are_not_sampled() -> None:
     assert afresh.answers[A].token_ids == answer.token_ids[3:4]
 
 
+def test_nothing_comes_after_the_end() -> None:
+    """O-32: the end may stand among forced tokens; what follows it there is no output, and nobody asks for a mask after it."""
+    grammars = Grammars()
+    grammars.forced = (5, 6)
+    ending = [
+        Add((msgspec.structs.replace(request(name, (1, 2, 3), 9, eos_token_ids=(5,)), grammar="g"),)) for name in "ab"
+    ]
+    outbox, _ = run(grammars, ending, *[[]] * 4, [Shutdown()])
+    for name in (A, B):
+        assert outbox.answers[name].finish_reason is FinishReason.STOP
+        assert outbox.answers[name].token_ids[1:] == (5,)
+        assert grammars.log.count(("close", name)) == 1
+    assert grammars.masked == [[A, B]]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -92,6 +92,24 @@ def test_what_is_right_compiles(compiler: GrammarCompiler, kind: str, content: A
         ("structural_tag", {"structures": [], "triggers": ["<f"]}),
         ("structural_tag", {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["<g"]}),
         ("structural_tag", {"format": {"type": "wish"}}),
+        ("json", {"$ref": "#"}),
+        ("json", {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        ("json", {"allOf": [{"$ref": "#"}]}),
+        ("json", {"enum": []}),
+        ("json", {"anyOf": []}),
+        ("json", {"type": []}),
+        ("json", {"type": "string", "const": 3}),
+        ("json", {"type": "string", "minLength": 5, "maxLength": 4}),
+        ("json", {"type": "object", "required": ["a"], "additionalProperties": False}),
+        ("json", {"type": "integer", "multipleOf": 100, "minimum": 1, "maximum": 50}),
+        ("json", {"type": "integer", "minimum": 10**40}),
+        ("json", {"type": "string", "maxLength": -1}),
+        ("json", {"$schema": "http://json-schema.org/draft-03/schema#"}),
+        ("regex", "(.{1,1000}){1,1000}"),
+        ("regex", r"(a)\1"),
+        ("grammar", "root ::= root"),
+        ("grammar", 'root ::= root "a"'),
+        ("structural_tag", {"structures": [{"begin": "", "schema": {}, "end": ""}], "triggers": [""]}),
     ],
 )
 def test_what_is_wrong_is_refused(compiler: GrammarCompiler, kind: str, content: Any) -> None:
@@ -149,6 +167,36 @@ def test_what_takes_too_much_ends_alone(compiler: GrammarCompiler, kind: str, co
     with pytest.raises(InvalidRequestError, match="too complex"):
         heavy.result(LIMIT_S)
     assert compiler.helper_pid == helper
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("json", {"const": "x" * 20_000}),
+        ("json", {"enum": ["a", ["x" * 10_000, "y" * 10_000]]}),
+        ("json", {"type": "object", "properties": {"é" * 10_000: {"type": "integer"}}}),
+        ("choice", ["a", "x" * 20_000]),
+        ("regex", "x{20000}"),
+        ("grammar", 'start: "a"{20000}'),
+        ("structural_tag", {"structures": [{"begin": "<f>" * 9000, "schema": {}, "end": ""}], "triggers": ["<f>"]}),
+    ],
+)
+def test_long_texts_that_an_output_must_repeat_are_refused(compiler: GrammarCompiler, kind: str, content: Any) -> None:
+    """They are read at a time, while other streams wait."""
+    assert "16384" in refusal(compiler, kind, content).message
+
+
+def test_what_leaves_no_choice_for_long_is_found_by_trying(compiler: GrammarCompiler) -> None:
+    names = [f"property_{number}" for number in range(1000)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"const": name} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    assert compiler.compile(spec("json", schema)).result(LIMIT_S)
+    error = refusal(compiler, "json", schema, any_whitespace=False)
+    assert "leaves no choice in" in error.message
 
 
 def test_cancelling_stops_the_work(smollm2: Path) -> None:

@@ -257,6 +257,16 @@ def test_a_matcher_that_cannot_go_on_says_so(tokenizer: Tokenizer) -> None:
     pool.stop()
 
 
+def test_a_grammar_that_forces_too_much_ends_its_output(tokenizer: Tokenizer) -> None:
+    pool = MatcherPool(lambda: (table_of(tokenizer), spell_of(tokenizer)), num_threads=1)
+    lost = opened(pool, "lost", source("regex", "b|a( x){20000}"))
+    assert not pool.advance(lost, tokenizer.encode("a", add_special_tokens=False)[0], jump=True)
+    bits = pool.masks([(Slot(0), lost)]).wait()
+    assert "no choice in 20000 tokens" in bits.failures[0]
+    assert not any(bits.words)
+    pool.stop()
+
+
 def test_opening_closing_and_what_is_kept(tokenizer: Tokenizer) -> None:
     pool = MatcherPool(lambda: (table_of(tokenizer), spell_of(tokenizer)), num_threads=1, cache_bytes=600_000)
     pool.open(RequestId("gone"), source("regex", "x"))
