@@ -20,8 +20,15 @@ def add_structured(verbs: Any) -> None:
     parser.add_argument(
         "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default http://127.0.0.1:8000)"
     )
-    parser.add_argument("--model", metavar="NAME", help="the model's name at the server (default: the first it lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="key to send; default: the variable OPENAI_API_KEY")
+    parser.add_argument(
+        "--model",
+        dest="model_name",
+        metavar="NAME",
+        help="the model's name at the server (default: the first it lists)",
+    )
+    parser.add_argument(
+        "--api-key", dest="key", metavar="KEY", help="key to send; default: the variable OPENAI_API_KEY"
+    )
     for name, default, text in (
         ("pairs", 2000, "random pairs of schema and seed"),
         ("concurrency", 16, "requests at once"),
@@ -52,8 +59,8 @@ async def _measure(arguments: argparse.Namespace) -> int:
     from octavo.bench.http.structured import Server, check_validity, measure_delay, measure_speed
     from octavo.bench.results import header
 
-    key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
-    model = arguments.model or await first_model(arguments.base_url, key)
+    key = arguments.key or os.environ.get("OPENAI_API_KEY")
+    model = arguments.model_name or await first_model(arguments.base_url, key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     options = {name: getattr(arguments, name) for name in _OPTIONS}
     result: dict[str, Any] = header("structured", options) | {"model": model}
