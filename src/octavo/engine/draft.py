@@ -1,8 +1,8 @@
 """A step while it is being decided: how many tokens each request computes, and what is left for others.
 
 Decoding requests feel every token of a prompt that is computed beside them, so long prompts together get only a bounded part of a step
-in which anybody decodes; prompts that are short, which cost little and are waited for, come first in it. This module does not know blocks,
-slots or policies.
+in which anybody decodes; prompts that are short, which cost little and are waited for, come first in it, few at a time. This module does
+not know blocks, slots or policies.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from __future__ import annotations
 from octavo.contracts import SlotStart
 from octavo.engine.request import Request
 from octavo.engine.settings import PrefillBounds
+
+SHORT_PER_CHUNK = 1.5
+"""Tokens of prompts in a step beside decodes, as a multiple of what long ones may have, beyond which no further short one starts. By
+simulation: less has short ones wait for one another, more gives uneven steps."""
 
 
 class Draft:
@@ -40,6 +44,16 @@ class Draft:
         if not self._num_decodes:
             return self.left
         return int(min(self.left, self._bounds.chunk(self._num_decodes) - (self.num_tokens - self._num_decodes)))
+
+    def has_room_to_start(self, count: int) -> bool:
+        """Whether a further short prompt, of which `count` tokens are to be computed, may start in this step. One always may.
+
+        Beside decodes more of them only as long as the step stays about as long as others: neither streams nor who comes next shall wait
+        for a heap of them.
+        """
+        if not self.starts or not self._num_decodes:
+            return True
+        return self.num_tokens - self._num_decodes + count <= SHORT_PER_CHUNK * self._bounds.chunk(self._num_decodes)
 
     def assured(self, others_wait: bool) -> int:
         """Tokens that long prompts which run already get before those that wait."""

@@ -395,6 +395,8 @@ class Scheduler:
                 continue
             if remaining > draft.left and not self._chunked:
                 break
+            if not request.is_long and not draft.has_room_to_start(remaining):
+                break
             if not self._has_slot(request) or not self._kv.fits(
                 request.blocks, hit.num_blocks, request.num_known, reserve
             ):

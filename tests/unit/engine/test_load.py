@@ -112,6 +112,24 @@ def test_long_and_short_prompts_do_not_starve_each_other(policy: str) -> None:
     assert stories[long].token_s[-1] < 60
 
 
+def test_short_prompts_start_one_after_another_beside_decodes() -> None:
+    """Each takes 100 tokens of the 127 that a step may hold of them beside decodes; alone they start together."""
+    server = VirtualServer()
+    for _ in range(5):
+        server.add("stream", 5, 100)
+    server.run(1.0)
+    before = len(server.steps)
+    for _ in range(3):
+        server.add("short", 100, 8)
+    server.run(server.now_s + 0.5)
+    assert [plan.num_tokens for _, plan in server.steps[before : before + 3]] == [105, 106, 107]
+    server = VirtualServer()
+    for _ in range(3):
+        server.add("short", 100, 8)
+    server.run(0.1)
+    assert server.steps[0][1].num_tokens == 300
+
+
 def test_a_step_is_used_up_while_a_long_prompt_has_tokens() -> None:
     server = VirtualServer(max_num_batched_tokens=128)
     server.add("long", 2000, 1)
