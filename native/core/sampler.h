@@ -87,8 +87,8 @@ class Sampler {
   // the prompt. Throws std::invalid_argument for a slot or token id out of range.
   void start(std::int32_t slot, Sampling sampling, std::span<const std::int32_t> tokens,
              std::int64_t num_prompt_tokens);
-  // Adds tokens that follow the last known one without having been sampled. Throws std::invalid_argument, before anything
-  // changes, for a slot that is free or a token id out of range.
+  // Adds tokens that follow the last known one without having been sampled. Throws std::invalid_argument, before
+  // anything changes, for a slot that is free or a token id out of range.
   void extend(std::int32_t slot, std::span<const std::int32_t> tokens);
   void stop(std::int32_t slot);
 
