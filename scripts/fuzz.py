@@ -15,6 +15,7 @@ import concurrent.futures
 import http.client
 import json
 import random
+import re
 import socket
 import sys
 import tempfile
@@ -88,7 +89,7 @@ def client(
         finally:
             connection.close()
         counts[str(reply.status)] += 1
-        counts[f"{fuzz.path} 200"] += reply.status == 200
+        counts[re.sub(r"resp_[0-9a-f]+", "{id}", fuzz.path) + " 200"] += reply.status == 200
         kind = reply.headers.get("content-type", "")
         if fault := judge(fuzz, reply.status, kind, answer):
             faults.append(f"{fuzz.method} {fuzz.path} {fuzz.body and fuzz.body[:1500]!r}: {fault}")
