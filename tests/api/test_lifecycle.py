@@ -70,9 +70,7 @@ def test_o25_half_close_and_slow_reader(server: Live) -> None:
 def test_o26_random_disconnects_leak_nothing(server: Live) -> None:
     """Short form of the soak: 300 requests of mixed lengths, about 100 of which are dropped."""
     dice = random.Random(26)
-    plans = [
-        (dice.randint(1, 60), dice.randint(1, 20), dice.random() < 1 / 3, dice.random() * 0.3) for _ in range(300)
-    ]
+    plans = [(dice.randint(1, 60), dice.randint(1, 20), dice.random() < 1 / 3, dice.random() * 0.3) for _ in range(300)]
     before_threads = len(list(Path(f"/proc/{server.process.pid}/task").iterdir()))
 
     def one(plan: tuple[int, int, bool, float]) -> None:
