@@ -251,7 +251,7 @@ class BlockTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """Content of KV blocks that a step moves, in this order: saves, then (after the plan's copies) loads, fetches, drops, deletes.
 
     `fetches` are read from disk into memory, which may take longer than the step. `drops` leave memory. `deletes` are files, of other
-    models by name; one that is still to be written is written first.
+    models by name; one that is still to be written is written first. `patient` saves wait for a disk that is behind: nobody else does.
     """
 
     saves: tuple[BlockSave, ...] = ()
@@ -259,12 +259,12 @@ class BlockTraffic(msgspec.Struct, frozen=True, kw_only=True):
     fetches: tuple[BlockContent, ...] = ()
     drops: tuple[BlockContent, ...] = ()
     deletes: tuple[BlockContent | str, ...] = ()
+    patient: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step, decided. The runner applies `releases`, then `starts`, then moves the blocks of `traffic` and `copies`, then
-    computes `rows`. Without rows it waits a little for content on its way from disk, and for a disk
-    that is behind.
+    computes `rows`. Without rows it waits a little for content on its way from disk.
 
     After a step that raised, the next plan repeats its releases and releases the slots of its rows: releasing a slot that is not
     bound does nothing.

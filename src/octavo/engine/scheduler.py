@@ -28,6 +28,8 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
+
 from octavo.config import SchedulerConfig
 from octavo.contracts import (
     DiskSpace,
@@ -226,6 +228,7 @@ class Scheduler:
         if traffic is None:
             return None
         self._step += 1
+        traffic = msgspec.structs.replace(traffic, patient=True)
         return StepPlan(step=self._step, releases=(), starts=(), rows=(), num_tokens=0, traffic=traffic)
 
     def kill_all(self, error: EngineDeadError) -> None:

@@ -144,7 +144,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         """Moves blocks, then computes and samples the rows of a submitted plan."""
-        self._mover.move(plan.traffic, plan.copies, waits=not plan.rows)
+        self._mover.move(plan.traffic, plan.copies)
         outcomes = [_Outcome() for _ in plan.rows]
         work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):

@@ -18,7 +18,7 @@ from octavo.errors import EngineError
 from octavo.runner.kv_files import Done, KVFiles
 
 _PATIENCE_S = 2.0
-"""How long a step without rows waits for a disk that is behind, for each block."""
+"""How long patient saves wait for a disk that does not get on; none waits again after one that waited in vain."""
 _WAIT_S = 0.02
 """How long a step without rows waits for content from disk: no longer than a request that arrives meanwhile may wait for it."""
 
@@ -36,17 +36,16 @@ class BlockMover:
         self._load_s = 0.0
         self._num_fetching = 0
 
-    def move(self, traffic: BlockTraffic | None, copies: Sequence[BlockCopy], *, waits: bool) -> None:
-        """Moves what a step moves before it computes. With `waits` a disk that is behind is waited for.
-
-        Raises EngineError when content is not where the plan believes it.
-        """
+    def move(self, traffic: BlockTraffic | None, copies: Sequence[BlockCopy]) -> None:
+        """Moves what a step moves before it computes. Raises EngineError when content is not where the plan believes it."""
         traffic = traffic or BlockTraffic()
+        patience_s = _PATIENCE_S if traffic.patient else 0.0
         for group, saves in groupby(traffic.saves, key=lambda save: save.group):
             for together in _batches(saves):
                 content = self._model.read_blocks(group, _ids([save.block for save in together]))
                 for save, own in zip(together, content, strict=True):
-                    self._keep(save, own.tobytes(), waits=waits)
+                    if not self._keep(save, own.tobytes(), patience_s):
+                        patience_s = 0.0
         for group, pairs in groupby(copies, key=lambda copy: copy.group):
             both = tuple(pairs)
             self._model.copy_blocks(group, _ids([pair.source for pair in both]), _ids([pair.target for pair in both]))
@@ -96,12 +95,14 @@ class BlockMover:
             self._files.close()
         self._memory.clear()
 
-    def _keep(self, save: BlockSave, content: bytes, *, waits: bool) -> None:
+    def _keep(self, save: BlockSave, content: bytes, patience_s: float) -> bool:
         name = BlockContent(save.group, save.key)
         if save.medium is Medium.MEMORY:
             self._memory[name] = content
-        elif self._files is None or not self._files.write(name, content, _PATIENCE_S if waits else 0.0):
+        elif self._files is None or not self._files.write(name, content, patience_s):
             self._unsaved.append(name)
+            return False
+        return True
 
     def _load(self, traffic: BlockTraffic) -> None:
         began_s = time.perf_counter()

@@ -206,6 +206,7 @@ def test_what_is_cached_outlives_an_engine_that_is_shut_down() -> None:
     assert not harness.disk.files
     plan = harness.scheduler.farewell()
     assert plan is not None and not plan.rows
+    assert plan.traffic is not None and plan.traffic.patient
     harness.executor.submit(plan)
     again = restarted(harness)
     again.add(request("warm", FIRST))
