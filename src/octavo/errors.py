@@ -50,6 +50,13 @@ class RequestTooLargeError(InvalidRequestError):
     http_status = 413
 
 
+class NotFoundError(InvalidRequestError):
+    """Nothing is at this path."""
+
+    code = "not_found"
+    http_status = 404
+
+
 class ModelNotFoundError(InvalidRequestError):
     """A model name that this server does not serve."""
 

@@ -133,9 +133,9 @@ class MatcherPool:
         matcher.take([token])
         # The same as taking tokens for as long as the mask leaves one, which would cost a mask each. The next mask looks for them too.
         forced: list[int] = matcher.native.compute_ff_tokens()
-        if len(forced) > MAX_FORCED_BYTES:
+        if len(forced) > MAX_FORCED_BYTES:  # of a byte at least
             matcher.problem = (
-                f"it leaves no choice in {len(forced)} tokens at a time; at most {MAX_FORCED_BYTES} are allowed"
+                f"it leaves no choice in {len(forced)} tokens at a time; at most {MAX_FORCED_BYTES} bytes are allowed"
             )
             return ()
         if not jump:

@@ -15,7 +15,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.config import Config, ResponsesConfig
-from octavo.errors import InvalidRequestError, NotReadyError
+from octavo.errors import InvalidRequestError, NotFoundError, NotReadyError
 from octavo.frontend.engine import AsyncEngine
 from octavo.loaders.catalogue import cache_folder
 from octavo.obs.events import EventLog, HttpRequestDone, RequestRefused
@@ -37,13 +37,6 @@ from octavo.server.responses.store import ResponseStore
 _DOC_HEAD = re.compile(r"^(GET|POST|DELETE) [^:]*: ")
 
 Handler = Callable[[Context, Request], Awaitable[ASGIApp]]
-
-
-class NotFound(InvalidRequestError):
-    """No such route."""
-
-    code = "not_found"
-    http_status = 404
 
 
 class MethodNotAllowed(InvalidRequestError):
@@ -203,7 +196,7 @@ class App:
                 allowed |= route.methods or set()
         if allowed:
             raise MethodNotAllowed(scope["method"], allowed)
-        raise NotFound("no such path; the API is under /v1")
+        raise NotFoundError("no such path; the API is under /v1")
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":

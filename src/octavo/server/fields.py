@@ -1,9 +1,10 @@
-"""Types of request fields with their bounds, from which decoding and the OpenAPI document are made alike."""
+"""Types of request fields with their bounds, from which decoding and the OpenAPI document are made alike; and fields that APIs share."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from octavo.limits import (
@@ -60,3 +61,43 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 Object = dict[str, Any]
 Objects = list[Object]
+
+
+class AnswerFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every request for an answer in one of OpenAI's APIs: chat, text completions, responses. None means not given."""
+
+    model: str | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    min_tokens: TokensOrNone | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: StreamInterval | None = None
+    structured_outputs: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
+    cache_pin: bool | None = None
+    priority: Priority | None = None
+    waiting_timeout: Seconds | None = None
+    prefill_timeout: Seconds | None = None
+    decode_timeout: Seconds | None = None
+    request_id: RequestId | None = None
+    # Labels for the caller's own books; by definition no answer depends on them.
+    user: str | None = None
+    safety_identifier: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: Metadata | None = None

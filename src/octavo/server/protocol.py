@@ -20,29 +20,13 @@ from octavo.frontend.structured import StructuredOutputsParams, response_format_
 from octavo.grammar import GrammarSpec
 from octavo.limits import MAX_JSON_DEPTH, MAX_JSON_PARTS, is_deeper
 from octavo.server.fields import (
-    AllowedTokenIds,
     Alternatives,
-    BadWords,
-    CacheSalt,
+    AnswerFields,
     Choices,
-    LogitBias,
-    Metadata,
-    Penalty,
-    Priority,
     ReasoningEffort,
-    RepetitionPenalty,
-    RequestId,
-    Seconds,
-    Seed,
-    Share,
-    Stop,
-    StopTokenIds,
-    StreamInterval,
-    Temperature,
     TokenIds,
     Tokens,
     TokensOrNone,
-    TopK,
 )
 
 
@@ -53,58 +37,23 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
-class _Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Generation(AnswerFields, frozen=True, kw_only=True):
     """Fields that chat and text completions share. None means not given."""
 
-    model: str | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
     max_tokens: TokensOrNone | None = None
-    min_tokens: TokensOrNone | None = None
     n: Choices | None = None
-    seed: Seed | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    bad_words: BadWords | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Alternatives | None = None
     truncation_side: Literal["left", "right"] | None = None
-    stream_interval: StreamInterval | None = None
     prompt_logprobs: Alternatives | None = None
-    structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    cache_salt: CacheSalt | None = None
-    cache_pin: bool | None = None
-    priority: Priority | None = None
-    waiting_timeout: Seconds | None = None
-    prefill_timeout: Seconds | None = None
-    decode_timeout: Seconds | None = None
-    request_id: RequestId | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    # Labels for the caller's own books; by definition no answer depends on them.
-    user: str | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: Metadata | None = None
 
     @property
     def grammar(self) -> GrammarSpec | None:

@@ -42,8 +42,8 @@ class MessageReader:
                     deltas.append(ChatDelta(content=_joined(run)))
                 case Kind.REASONING:
                     if self._with_reasoning:
-                        text = _joined(run)
-                        deltas.append(ChatDelta(reasoning=text, reasoning_content=text))
+                        thought = _joined(run)
+                        deltas.append(ChatDelta(reasoning=thought, reasoning_content=thought))
                 case _:
                     if calls := self._calls(run):
                         deltas.append(ChatDelta(tool_calls=calls))

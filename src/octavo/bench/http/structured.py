@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -52,7 +53,7 @@ class Speed(msgspec.Struct, kw_only=True):
     @property
     def share(self) -> float:
         """Median of the one over median of the other."""
-        return _median(self.with_schema) / _median(self.without)
+        return statistics.median(self.with_schema) / statistics.median(self.without)
 
 
 class Delay(msgspec.Struct, kw_only=True):
@@ -235,16 +236,10 @@ async def measure_delay(
         delay.longest_gap_beside_s.append(max(gap for one in times for gap in _gaps(one, sent, ended)))
         await asyncio.sleep(0.5)
         progress(number + 1, rounds)
-    delay.usual_gap_s = _median(usual)
+    delay.usual_gap_s = statistics.median(usual)
     return delay
 
 
 def _gaps(times: Sequence[float], start: float, end: float) -> list[float]:
     """Time from each token to the next, of those that end between the two moments."""
     return [later - earlier for earlier, later in pairwise(times) if start < later <= end]
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

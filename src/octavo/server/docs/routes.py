@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import InvalidRequestError
+from octavo.errors import NotFoundError
 from octavo.server.context import Context
 from octavo.server.docs.openapi import document
 
@@ -23,13 +23,6 @@ _MEDIA_TYPES = {
     ".png": "image/png",
 }
 _POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-
-
-class NoSuchAssetError(InvalidRequestError):
-    """No such file of the page."""
-
-    code = "not_found"
-    http_status = 404
 
 
 class DocsRoutes:
@@ -62,7 +55,7 @@ class DocsRoutes:
         if content is None and (content := self._assets.get(f"{name}.gz")) is not None:
             headers["content-encoding"] = "gzip"  # all browsers take it
         if content is None:
-            raise NoSuchAssetError("no such file of the page at /docs")
+            raise NotFoundError("no such file of the page at /docs")
         return Response(content, 200, headers, media_type=_media_type(name))
 
 

@@ -10,27 +10,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from octavo.server.fields import (
-    AllowedTokenIds,
     Alternatives,
-    BadWords,
-    CacheSalt,
-    LogitBias,
-    Metadata,
-    Penalty,
-    Priority,
+    AnswerFields,
     ReasoningEffort,
-    RepetitionPenalty,
-    RequestId,
-    Seconds,
-    Seed,
-    Share,
-    Stop,
-    StopTokenIds,
-    StreamInterval,
-    Temperature,
     Tokens,
-    TokensOrNone,
-    TopK,
 )
 
 
@@ -58,7 +41,7 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(AnswerFields, frozen=True, kw_only=True):
     """POST /v1/responses. None means not given.
 
     `include` "reasoning.encrypted_content" is for carrying reasoning from one stateless request to the next: reasoning items have
@@ -66,58 +49,24 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     this server has none.
     """
 
-    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     background: bool | None = None
     include: list[Includable] | None = None
     max_output_tokens: Tokens | None = None
     max_tool_calls: Tokens | None = None
-    metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     reasoning: Reasoning | None = None
     store: bool | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    temperature: Temperature | None = None
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     top_logprobs: Alternatives | None = None
-    top_p: Share | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    min_tokens: TokensOrNone | None = None
-    seed: Seed | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    bad_words: BadWords | None = None
-    structured_outputs: dict[str, Any] | None = None
-    cache_salt: CacheSalt | None = None
-    priority: Priority | None = None
-    waiting_timeout: Seconds | None = None
-    prefill_timeout: Seconds | None = None
-    decode_timeout: Seconds | None = None
-    cache_pin: bool | None = None
-    request_id: RequestId | None = None
-    stream_interval: StreamInterval | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    prompt_cache_key: str | None = None
 
     not_built: ClassVar[dict[str, tuple[Any, ...]]] = {
         "access_programs": (),
