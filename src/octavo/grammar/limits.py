@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`compile_s`: CPU time, and twice as much of the clock where the CPUs are busy. `memory_bytes`: beyond what the helper has."""
+    """`compile_s`: CPU time. `memory_bytes`: beyond what the helper has."""
 
     compile_s: float = 10.0
     memory_bytes: int = 512 << 20

@@ -186,6 +186,21 @@ def test_long_texts_that_an_output_must_repeat_are_refused(compiler: GrammarComp
     assert "16384" in refusal(compiler, kind, content).message
 
 
+def test_time_in_which_others_have_the_cpus_does_not_count(compiler: GrammarCompiler) -> None:
+    """A fork that stood still for more than twice the limit: what is refused must not depend on the load."""
+    properties = {f"property {number}": {"type": "string", "pattern": f"^[a-z]{{{number}}}$"} for number in range(400)}
+    pending = compiler.compile(spec("json", {"type": "object", "properties": properties}))
+    children = Path(f"/proc/{compiler.helper_pid}/task/{compiler.helper_pid}/children")
+    until = time.monotonic() + LIMIT_S
+    while not (forks := children.read_text(encoding="ascii").split()):
+        assert time.monotonic() < until and not pending.done()
+    os.kill(int(forks[0]), signal.SIGSTOP)
+    time.sleep(2.5)
+    assert not pending.done()
+    os.kill(int(forks[0]), signal.SIGCONT)
+    assert pending.result(LIMIT_S)
+
+
 def test_what_leaves_no_choice_for_long_is_found_by_trying(compiler: GrammarCompiler) -> None:
     names = [f"property_{number}" for number in range(1000)]
     schema = {
