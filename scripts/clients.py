@@ -7,12 +7,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from support.live import live  # noqa: E402 - the tests' server harness, made importable above
+from harness import ROOT, live
 
 CLIENTS = ROOT / "tests" / "clients"
 ENVIRONMENT = ROOT / ".venv-clients"

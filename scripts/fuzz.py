@@ -1,6 +1,6 @@
 """Random requests, right and wrong, to all endpoints of a real server, made from its own OpenAPI document; a quarter of the clients leave.
 
-    python scripts/fuzz.py --minutes 10          # writes benchmarks/results/<date>-<machine>-<commit>-fuzz-<seed>.json
+    python scripts/fuzz.py --minutes 10          # writes benchmarks/results/<date>-<machine>-<commit>-fuzz.json
     python scripts/fuzz.py --minutes 0.4 --no-result
 
 Fails (exit status 1) when the server answers with a 5xx, when an answer is no JSON or an error has not its shape, when a known answer
@@ -23,14 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from soak import GROWTH_LIMIT_BYTES, WORKER_THREADS, observe, write_result
+from harness import Live, growth, known_answer, live, observe, write_result
 
+from octavo.bench import results
 from support.fuzz_requests import Fuzz, Generator
-from support.live import Live, live
 
 CLIENTS = 8
 ALLOWED = frozenset({200, 400, 401, 403, 404, 405, 409, 413, 415, 429, 431})
-KNOWN = {"content": "What is the capital of France?", "max_tokens": 12, "logprobs": True}
 
 
 def send(server: Live, fuzz: Fuzz) -> socket.socket:
@@ -98,10 +97,6 @@ def client(
     return counts, faults
 
 
-def known_answer(server: Live) -> Any:
-    return server.chat(**KNOWN).json()["choices"]
-
-
 def fuzz(minutes: float, seed: int, store: Path) -> dict[str, Any]:
     """Runs and reports. The bound of the store keeps its file small."""
     kept = ("--responses-store", "--responses-store-path", str(store), "--responses-store-max", "200")
@@ -133,19 +128,12 @@ def fuzz(minutes: float, seed: int, store: Path) -> dict[str, Any]:
                 observations.append(observe(server))
                 shown = {kind: count for kind, count in sorted(totals.items()) if kind.isdigit() or kind == "left"}
                 print(f"round {number}/{rounds}: {shown}, {observations[-1]}", flush=True)
-        first, last = observations[0], observations[-1]
-        if last["threads"] > first["threads"] + WORKER_THREADS:
-            faults.append(f"threads grew from {first['threads']} to {last['threads']}")
-        if last["file_descriptors"] > first["file_descriptors"] + 8:
-            faults.append(f"file descriptors grew from {first['file_descriptors']} to {last['file_descriptors']}")
-        if last["rss_bytes"] - observations[1]["rss_bytes"] > GROWTH_LIMIT_BYTES:
-            faults.append(f"memory grew by {(last['rss_bytes'] - observations[1]['rss_bytes']) / 2**20:.0f} MiB")
+        faults += growth(observations)
         faults += [f"the log says: {line}" for line in server.log if " ERROR " in line or "Traceback" in line]
         if (status := server.stop()) != 0:
             faults.append(f"the server ended with status {status}")
-    return {
-        "what": f"fuzz-{seed}", "minutes": minutes, "seed": seed, "totals": dict(sorted(totals.items())), "observations": observations,
-        "faults": faults,
+    return results.header("fuzz", {"minutes": minutes, "seed": seed}) | {
+        "totals": dict(sorted(totals.items())), "observations": observations, "faults": faults,
     }  # fmt: skip
 
 

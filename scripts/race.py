@@ -4,6 +4,7 @@
 
 `DIR` is what the peers' setup.sh made; `race.sh` runs the workloads against a server with a neutral load generator and prints a JSON
 line each. Every round has a seed of its own, so no cache answers from the round before; prefix caching is off but in `prefix`.
+`generation` is a work for contestants without a server.
 The contestants of a workload run one straight after another, so that the machine's moods meet all of them.
 Writes benchmarks/results/<date>-<machine>-<commit>-race.json.
 """
@@ -11,6 +12,7 @@ Writes benchmarks/results/<date>-<machine>-<commit>-race.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -21,10 +23,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,47 +244,57 @@ def summary(rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dic
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, required=True, metavar="DIR", help="folder that setup.sh filled")
-    parser.add_argument("--race-sh", type=Path, required=True, metavar="FILE", help="the script of workloads")
-    parser.add_argument(
-        "--work", default=",".join(WORK), help=f"of {', '.join([*WORK, GENERATION])}; default: all but the last"
-    )
-    parser.add_argument("--contestants", default="octavo,llama-q4_0", help=f"of {', '.join([*SERVERS, *OFFLINE])}")
+def add_flags(parser: argparse.ArgumentParser, works: Sequence[str], contestants: Sequence[str], default: str) -> None:
+    """What every race asks. `default`: the contestants when none are named."""
+    parser.add_argument("--peers", type=Path, required=True, metavar="DIR", help="folder of the other engines")
+    parser.add_argument("--work", default=",".join(works), help=f"default: {','.join(works)}")
+    parser.add_argument("--contestants", default=default, help=f"of {', '.join(contestants)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
-    parser.add_argument("--port", type=int, default=8190)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here; rounds that it has are kept")
-    arguments = parser.parse_args()
-    octavo = (sys.executable, "-m", "octavo")
-    place = Place(arguments.peers.resolve(), arguments.race_sh.resolve(), arguments.port, octavo)
-    names, works = arguments.contestants.split(","), arguments.work.split(",")
-    if unknown := [name for name in names if name not in SERVERS and name not in OFFLINE]:
-        parser.error(f"no contestant {unknown[0]!r}")
 
+
+def run_rounds(arguments: argparse.Namespace, model: str, one: Callable[[str, str, int], Any]) -> int:
+    """Runs `one` for each contestant, work and seed, round after round, and writes the result. Where it gives None there are no figures."""
+    names, works = arguments.contestants.split(","), arguments.work.split(",")
     options = {"work": works, "contestants": names, "rounds": arguments.rounds, "seed": arguments.seed}
-    result: dict[str, Any] = results.header("race", options) | {"model": "SmolLM2-135M-Instruct"}
+    result: dict[str, Any] = results.header("race", options) | {"model": model}
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {}
     if arguments.json is not None and arguments.json.exists():
         rounds = json.loads(arguments.json.read_text())["rounds"]
-    for work in works:
-        for name in names:
-            rounds.setdefault(work, {}).setdefault(name, [])
-    for number in range(arguments.rounds):
-        for work in works:
-            for name in names:
-                if len(rounds[work][name]) > number or (work == GENERATION and name in SERVERS):
-                    continue  # of a race that goes on, or without a server
-                run_one = partial(race_server, name) if name in SERVERS else OFFLINE[name]
-                figures = run_one(work, arguments.seed + number, place)
-                if figures is not None:
-                    rounds[work][name].append(figures)
-                    print(f"round {number + 1} {work} {name}: {figures}", file=sys.stderr, flush=True)
+    for number, work, name in itertools.product(range(arguments.rounds), works, names):
+        measured = rounds.setdefault(work, {}).setdefault(name, [])
+        if len(measured) > number:
+            continue  # of a race that goes on
+        if (figures := one(name, work, arguments.seed + number)) is not None:
+            measured.append(figures)
+            print(f"round {number + 1} {work} {name}: {figures}", file=sys.stderr, flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps({"rounds": rounds}))
     result |= {"results": summary(rounds), "rounds": rounds, "load_after": results.load_average()}
     print("\n".join(race_table(result)))
     print(f"\nwritten to {results.write(result, arguments.json)}")
     return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, WORK, [*SERVERS, *OFFLINE], default="octavo,llama-q4_0")
+    parser.add_argument("--race-sh", type=Path, required=True, metavar="FILE", help="the script of workloads")
+    parser.add_argument("--port", type=int, default=8190)
+    arguments = parser.parse_args()
+    place = Place(
+        arguments.peers.resolve(), arguments.race_sh.resolve(), arguments.port, (sys.executable, "-m", "octavo")
+    )
+
+    def one(name: str, work: str, seed: int) -> Any:
+        if name in OFFLINE:
+            return OFFLINE[name](work, seed, place)
+        if name not in SERVERS:
+            parser.error(f"no contestant {name!r}")
+        return None if work == GENERATION else race_server(name, work, seed, place)
+
+    return run_rounds(arguments, "SmolLM2-135M-Instruct", one)
 
 
 if __name__ == "__main__":

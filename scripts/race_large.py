@@ -18,11 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from race import Place, run, summary
+from race import Place, add_flags, run, run_rounds
 
-from octavo.bench import results
 from octavo.bench.local.throughput import Options, run_workload
-from octavo.bench.report import race_table
 from octavo.bench.workloads import Workload
 
 PROMPT_TOKENS = 256
@@ -104,34 +102,16 @@ CONTESTANTS: dict[str, Any] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, required=True, metavar="DIR", help="folder of the other engines")
+    add_flags(parser, list(WORKLOADS), list(CONTESTANTS), default=",".join(CONTESTANTS))
     parser.add_argument("--model", type=Path, required=True, metavar="FILE", help="GGUF in Q4_0")
-    parser.add_argument("--work", default=",".join(WORKLOADS), help="default: all")
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here; rounds that it has are kept")
     arguments = parser.parse_args()
     place = Place(arguments.peers.resolve(), Path(), 0, ())
-    model, works, names = arguments.model.resolve(), arguments.work.split(","), arguments.contestants.split(",")
-    options = {"work": works, "contestants": names, "rounds": arguments.rounds, "seed": arguments.seed}
-    result: dict[str, Any] = results.header("race", options) | {"model": f"{model.stem}, generation alone"}
-    rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
-    if arguments.json is not None and arguments.json.exists():
-        rounds = json.loads(arguments.json.read_text())["rounds"]
-    for number in range(arguments.rounds):
-        for work in works:
-            for name in names:
-                measured = rounds.setdefault(work, {}).setdefault(name, [])
-                if len(measured) <= number:
-                    measured.append(CONTESTANTS[name](work, arguments.seed + number, model, place))
-                    print(f"round {number + 1} {work} {name}: {measured[-1]}", file=sys.stderr, flush=True)
-                    if arguments.json is not None:
-                        arguments.json.write_text(json.dumps({"rounds": rounds}))
-    result |= {"results": summary(rounds), "rounds": rounds, "load_after": results.load_average()}
-    print("\n".join(race_table(result)))
-    print(f"\nwritten to {results.write(result, arguments.json)}")
-    return 0
+    model = arguments.model.resolve()
+
+    def one(name: str, work: str, seed: int) -> Any:
+        return CONTESTANTS[name](work, seed, model, place)
+
+    return run_rounds(arguments, f"{model.stem}, generation alone", one)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from support.live import live  # noqa: E402 - the tests' server harness, made importable above
+from harness import live
 
 CHECKS = ",".join(
     (

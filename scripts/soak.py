@@ -11,28 +11,19 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
 import http.client
 import json
-import os
-import platform
 import random
 import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+from harness import Live, growth, known_answer, live, observe, write_result
 
-from support.live import Live, live  # noqa: E402 - the tests' server harness, made importable above
+from octavo.bench import results
 
 CLIENTS = 12
-GROWTH_LIMIT_BYTES = 24 * 2**20
-WORKER_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""asyncio's pool, which long bodies use, starts its threads one by one when they are first needed; a leak goes beyond it."""
 WORDS = "time year people way day man thing woman life child world school state family student group country problem".split()
 
 
@@ -93,19 +84,10 @@ def client(server: Live, seed: int, until: float) -> dict[str, int]:
     return counts
 
 
-def observe(server: Live) -> dict[str, int]:
-    process = Path(f"/proc/{server.process.pid}")
-    return {
-        "rss_bytes": server.rss_bytes(),
-        "threads": len(list((process / "task").iterdir())),
-        "file_descriptors": len(list((process / "fd").iterdir())),
-    }
-
-
 def soak(minutes: float, seed: int, flags: list[str]) -> dict[str, Any]:
     # Memory for less than what the clients ask for at once, so that requests are preempted.
     with live("serve", "--max-model-len", "1024", "--kv-cache-memory", "32M", "--max-num-seqs", "16", *flags) as server:
-        known = server.chat("What is the capital of France?", max_tokens=12, logprobs=True).json()["choices"]
+        known = known_answer(server)
         rounds = max(3, round(minutes * 60 / 60)) + 1  # the first one warms caches and allocators up
         seconds = minutes * 60 / rounds
         totals: dict[str, int] = {}
@@ -120,44 +102,24 @@ def soak(minutes: float, seed: int, flags: list[str]) -> dict[str, Any]:
                         totals[kind] = totals.get(kind, 0) + count
                 if not server.idle_within(10):
                     faults.append(f"round {number}: work or KV blocks are left 10 s after the last client")
-                again = server.chat("What is the capital of France?", max_tokens=12, logprobs=True).json()["choices"]
-                if again != known:
+                if known_answer(server) != known:
                     faults.append(f"round {number}: the known answer changed")
                 time.sleep(0.3)
                 observations.append(observe(server))
                 print(f"round {number + 1}/{rounds}: {totals}, {observations[-1]}", flush=True)
-        first, last = observations[0], observations[-1]
         if totals["failed"]:
             faults.append(f"{totals['failed']} answers were neither 200, 400 nor 429")
-        if last["threads"] > first["threads"] + WORKER_THREADS:
-            faults.append(f"threads grew from {first['threads']} to {last['threads']}")
-        if last["file_descriptors"] > first["file_descriptors"] + 4:
-            faults.append(f"file descriptors grew from {first['file_descriptors']} to {last['file_descriptors']}")
-        if last["rss_bytes"] - observations[1]["rss_bytes"] > GROWTH_LIMIT_BYTES:
-            faults.append(f"memory grew by {(last['rss_bytes'] - observations[1]['rss_bytes']) / 2**20:.0f} MiB")
+        faults += growth(observations)
         preemptions = server.metric("vllm:num_preemptions_total")
         if not preemptions:
             faults.append("nothing was preempted, so this run says nothing about preemption")
         status = server.stop()
         if status != 0:
             faults.append(f"the server ended with status {status}")
-    return {
-        "what": "soak", "minutes": minutes, "seed": seed, "flags": flags, "totals": totals, "preemptions": preemptions,
-        "observations": observations, "faults": faults,
+    options = {"minutes": minutes, "seed": seed, "flags": flags}
+    return results.header("soak", options) | {
+        "totals": totals, "preemptions": preemptions, "observations": observations, "faults": faults,
     }  # fmt: skip
-
-
-def write_result(result: dict[str, Any]) -> None:
-    """Keeps a result under benchmarks/results, named after what it is of."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    machine = f"{os.cpu_count()}x{platform.machine()}"
-    path = ROOT / "benchmarks" / "results" / f"{date}-{machine}-{commit.stdout.strip()}-{result['what']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path.relative_to(ROOT)}")
 
 
 def main() -> int:
