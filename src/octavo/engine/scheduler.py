@@ -617,11 +617,8 @@ class Scheduler:
             event = request.event(outcome.token_ids[:count], outcome.logprobs, reason, stop_token)
             if reason is not None:
                 self._end(request, event)
-            elif is_first:
-                # Delivering a large step takes time, and who waits for a beginning notices it more than who reads on.
-                self._tally.events.insert(0, event)
             else:
-                self._tally.events.append(event)
+                (self._tally.firsts if is_first else self._tally.events).append(event)
         elif request.num_computed == request.num_known:
             # Nothing was to be generated: the prompt was computed for its own sake.
             self._tally.num_prompt_tokens += request.num_prompt_tokens

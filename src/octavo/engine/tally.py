@@ -12,6 +12,8 @@ class Tally:
     """Collects events and counts until `take` makes an output of them. Every fact is in exactly one output."""
 
     def __init__(self) -> None:
+        self.firsts: list[TokenEvent] = []
+        """First tokens, told before all else: delivering a large step takes time, and who waits for a beginning notices it most."""
         self.events: list[TokenEvent] = []
         self.finished: list[RequestTimes] = []
         self.ttft_s: list[float] = []
@@ -40,7 +42,7 @@ class Tally:
     ) -> EngineOutput:
         """An output of everything collected, with the engine's present state. Empties the tally."""
         output = EngineOutput(
-            events=tuple(self.events),
+            events=(*self.firsts, *self.events),
             stats=StepStats(
                 step=step,
                 num_running=num_running,

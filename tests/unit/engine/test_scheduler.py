@@ -688,9 +688,9 @@ def test_first_tokens_are_told_first() -> None:
     harness = Harness(layout(60), max_num_batched_tokens=32)
     harness.add(request("a", range(6), 9), request("b", range(10, 16), 9))
     harness.step()
-    harness.add(request("c", range(20, 26), 9))
+    harness.add(request("c", range(20, 26), 9), request("d", range(30, 32), 9))
     harness.step()
-    assert [event.request_id for event in harness.outbox.outputs[-1].events] == ["c", "a", "b"]
+    assert [event.request_id for event in harness.outbox.outputs[-1].events] == ["c", "d", "a", "b"]
 
 
 def test_a_changed_state_is_told_once_while_idle() -> None:
