@@ -43,8 +43,8 @@ _MEANINGS = {
 """Of llguidance's messages that say little."""
 _TRIED_OUTPUTS, _TRIED_TOKENS = 3, 24
 _CLOCK_FACTOR = 60
-"""How much longer than its CPU time a fork may take by the clock. At the lowest priority beside busy CPUs it gets a small share of them, and
-what is refused must not depend on that; only one that stands still is to be ended by the clock."""
+"""How much longer than its CPU time a fork may take by the clock. At the lowest priority beside busy CPUs it gets a small share of them,
+and what is refused must not depend on that; only one that stands still is to be ended by the clock."""
 _NO_MEMORY = 2
 
 
