@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.bench_output import add_result_flags, bar, count_bar, warn_if_loaded, write_result
+from octavo.cli.bench_output import (
+    add_result_flags,
+    add_server_flags,
+    bar,
+    count_bar,
+    server_key,
+    warn_if_loaded,
+    write_result,
+)
 from octavo.cli.flags import add_flags, resolve
 from octavo.errors import ConfigError
 
@@ -242,24 +250,13 @@ def add_serve(verbs: Any) -> None:
         help="load a running server, of any engine, over HTTP",
         description="Sends traffic to an OpenAI-compatible server that runs already, and reports latencies as vLLM's benchmark does.",
     )
-    parser.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default http://127.0.0.1:8000)"
-    )
+    add_server_flags(parser)
     parser.add_argument(
         "--backend",
         dest="api",
         choices=("openai", "openai-chat"),
         default="openai",
         help="ask for completions or for chat completions (default openai)",
-    )
-    parser.add_argument(
-        "--model",
-        dest="model_name",
-        metavar="NAME",
-        help="the model's name at the server (default: the first it lists)",
-    )
-    parser.add_argument(
-        "--api-key", dest="key", metavar="KEY", help="key to send; default: the variable OPENAI_API_KEY"
     )
     parser.add_argument(
         "--tenant-key",
@@ -293,7 +290,6 @@ def add_serve(verbs: Any) -> None:
 
 def _run_serve(arguments: argparse.Namespace) -> int:
     import asyncio
-    import os
 
     import msgspec
 
@@ -302,7 +298,7 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     from octavo.bench.http.load import run_load
     from octavo.bench.load_report import load_report
 
-    key = arguments.key or os.environ.get("OPENAI_API_KEY")
+    key = server_key(arguments)
     keys = {"": key} if key else {}
     for pair in arguments.tenant_key:
         tenant, colon, key = pair.partition(":")

@@ -1,8 +1,9 @@
-"""What the verbs of `octavo bench` share: where results go, progress on a terminal, and the warning of a busy machine."""
+"""What the verbs of `octavo bench` share: which server they ask, where results go, progress, and the warning of a busy machine."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,27 @@ def add_result_flags(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write the result here instead of into benchmarks/results"
     )
     where.add_argument("--no-result", action="store_true", help="write no result file")
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """`--base-url`, `--model` and `--api-key`: a server that runs already, its model, and the key to send (see `server_key`)."""
+    parser.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default http://127.0.0.1:8000)"
+    )
+    parser.add_argument(
+        "--model",
+        dest="model_name",
+        metavar="NAME",
+        help="the model's name at the server (default: the first it lists)",
+    )
+    parser.add_argument(
+        "--api-key", dest="key", metavar="KEY", help="key to send; default: the variable OPENAI_API_KEY"
+    )
+
+
+def server_key(arguments: argparse.Namespace) -> str | None:
+    """The key to send, or None for none."""
+    return arguments.key or os.environ.get("OPENAI_API_KEY") or None
 
 
 def write_result(result: Mapping[str, Any], arguments: argparse.Namespace) -> None:

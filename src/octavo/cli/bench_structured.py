@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from octavo.cli.bench_output import add_result_flags, count_bar, warn_if_loaded, write_result
+from octavo.cli.bench_output import (
+    add_result_flags,
+    add_server_flags,
+    count_bar,
+    server_key,
+    warn_if_loaded,
+    write_result,
+)
 
 _OPTIONS = ("pairs", "concurrency", "max_tokens", "rounds", "schema_bytes", "seed")
 
@@ -17,18 +24,7 @@ def add_structured(verbs: Any) -> None:
         help="validity, speed and side effects of structured outputs at a running server",
         description=__doc__,
     )
-    parser.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default http://127.0.0.1:8000)"
-    )
-    parser.add_argument(
-        "--model",
-        dest="model_name",
-        metavar="NAME",
-        help="the model's name at the server (default: the first it lists)",
-    )
-    parser.add_argument(
-        "--api-key", dest="key", metavar="KEY", help="key to send; default: the variable OPENAI_API_KEY"
-    )
+    add_server_flags(parser)
     for name, default, text in (
         ("pairs", 2000, "random pairs of schema and seed"),
         ("concurrency", 16, "requests at once"),
@@ -50,8 +46,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(arguments: argparse.Namespace) -> int:
-    import os
-
     import aiohttp
     import msgspec
 
@@ -59,7 +53,7 @@ async def _measure(arguments: argparse.Namespace) -> int:
     from octavo.bench.http.structured import Server, check_validity, measure_delay, measure_speed
     from octavo.bench.results import header
 
-    key = arguments.key or os.environ.get("OPENAI_API_KEY")
+    key = server_key(arguments)
     model = arguments.model_name or await first_model(arguments.base_url, key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     options = {name: getattr(arguments, name) for name in _OPTIONS}
