@@ -114,72 +114,89 @@ struct Head {
 };
 
 // Fetches K and V into the second level cache in the order in which they will be read, which block tables hide from the
-// hardware: `kLead` bytes ahead at first, then one group's while another is computed.
+// hardware: of each split the K of all groups, then their V. `kLead` bytes ahead at first, then as much as is read.
 template <class T>
 class Ahead {
  public:
-  // Two streams of lines, or with `line` 0 one address again and again.
-  struct Group {
+  // K or V of a group: two streams of lines, or with `line` 0 one address again and again.
+  struct Lines {
     const char *lo, *hi;
     int64_t line;
 
-    template <int kLines>
     void step() {
-#pragma GCC unroll 2
-      for (int i = 0; i < kLines; ++i) {
-        __builtin_prefetch(lo + i * line, 0, 2);
-        __builtin_prefetch(hi + i * line, 0, 2);
-      }
-      lo += kLines * line;
-      hi += kLines * line;
+      __builtin_prefetch(lo, 0, 2);
+      __builtin_prefetch(hi, 0, 2);
+      lo += line;
+      hi += line;
     }
   };
 
   // Nothing: for positions that are in the cache already.
-  explicit Ahead(const Head<T>& head) : head_(head), half_bytes_(0), begin_(0), position_(0), end_(0) {}
+  explicit Ahead(const Head<T>& head) : head_(head), steps_(0), begin_(0), end_(0), split_end_(0), position_(0) {}
   Ahead(const Head<T>& head, int64_t begin, int64_t end)
       : head_(head),
-        half_bytes_(head.head_bytes * kLanes / head.block_size() / 2),
+        steps_(head.half * kLanes / head.block_size() * sizeof(T) / (2 * kLine)),
         begin_(begin),
-        position_(begin / kLanes * kLanes),
         end_(end) {
-    for (int64_t fetched = 0; fetched < kLead; fetched += 2 * half_bytes_) {
-      Group group = next();
-      for (int64_t i = 0; i < half_bytes_; i += kLine) group.template step<1>();
+    enter_split(begin);
+    for (int64_t fetched = 0; fetched < kLead; fetched += steps_ * 2 * kLine) {
+      Lines lines = next();
+      for (int64_t i = 0; i < steps_; ++i) lines.step();
     }
   }
 
-  Group next() {
+  // How many steps the lines of a group take.
+  int64_t steps() const { return steps_; }
+
+  // What is to be fetched while the next group's K or V is read.
+  Lines next() {
     if (position_ >= end_) return {reinterpret_cast<const char*>(this), reinterpret_cast<const char*>(this), 0};
-    const int64_t at = position_;
+    const Lines lines = lines_at(position_);
     position_ += kLanes;
-    if (head_.block_size() < kLanes) {
-      // Two blocks; one where the other lies before the window or behind the row.
-      return {reinterpret_cast<const char*>(head_.block(larger(at, begin_))),
-              reinterpret_cast<const char*>(head_.block(smaller(at + 8, end_ - 1))), kLine};
+    if (position_ >= split_end_) {
+      if (values_)
+        enter_split(split_end_);
+      else
+        position_ = split_begin_, values_ = true;
     }
-    const char* lo = reinterpret_cast<const char*>(head_.block(at)) + 2 * half_bytes_ * (head_.offset(at) / kLanes);
-    const char* hi = lo + half_bytes_;
-    if constexpr (sizeof(T) == 1) {  // beside the lines of values there are those of scales
-      __builtin_prefetch(hi - kLine, 0, 2);
-      __builtin_prefetch(hi + half_bytes_ - kLine, 0, 2);
-    }
-    return {lo, hi, kLine};
+    return lines;
   }
 
  private:
   static constexpr int64_t kLine = 64;
   static constexpr int64_t kLead = 8192;
 
+  void enter_split(int64_t position) {
+    values_ = false;
+    position_ = split_begin_ = position / kLanes * kLanes;
+    split_end_ = smaller(end_, position / kKvSplit * kKvSplit + kKvSplit);
+  }
+
+  Lines lines_at(int64_t at) const {
+    const int64_t half_bytes = values_ ? head_.half * static_cast<int64_t>(sizeof(T)) : 0;
+    if (head_.block_size() < kLanes) {
+      // Two blocks; one where the other lies before the window or behind the row.
+      return {reinterpret_cast<const char*>(head_.block(larger(at, begin_))) + half_bytes,
+              reinterpret_cast<const char*>(head_.block(smaller(at + 8, end_ - 1))) + half_bytes, kLine};
+    }
+    if constexpr (sizeof(T) == 1) __builtin_prefetch(head_.scales(at, values_ ? 1 : 0), 0, 2);
+    const int64_t bytes = steps_ * 2 * kLine;
+    // In larger blocks the K of a group does not lie together, but all of it is read no later.
+    const char* lo = reinterpret_cast<const char*>(head_.block(at)) + half_bytes + bytes * (head_.offset(at) / kLanes);
+    return {lo, lo + bytes / 2, kLine};
+  }
+
   const Head<T>& head_;
-  int64_t half_bytes_, begin_, position_, end_;
+  int64_t steps_, begin_, end_;
+  int64_t split_begin_ = 0, split_end_, position_;
+  bool values_ = false;
 };
 
 // q k of R rows and the 16 positions whose K lies at lo (8) and hi (8), times the rows' factors; `step` elements from
 // one dimension pair to the next.
 template <int R, bool kTogether>
 inline void score_group(const Row<float>* rows, const float* lo, const float* hi, int64_t step, int64_t pairs,
-                        Ahead<float>::Group ahead, F16* scores) {
+                        Ahead<float>::Lines ahead, F16* scores) {
   F16 even[R], odd[R];
   const float* q[R];
 #pragma GCC unroll 6
@@ -191,7 +208,7 @@ inline void score_group(const Row<float>* rows, const float* lo, const float* hi
     const Pairs k = kTogether ? load_pairs(lo) : load_pairs(lo, hi);
     lo += step;
     hi += step;
-    ahead.step<2>();
+    ahead.step();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       even[r] = fma(splat(q[r][2 * i]), k.first, even[r]);
@@ -214,7 +231,7 @@ using Sums = decltype(start(Operand<T>{}));
 
 template <int R, bool kTogether, class T>
 inline void score_group(const Row<T>* rows, const T* lo, const T* hi, int64_t step, int64_t pairs,
-                        typename Ahead<T>::Group ahead, F16* scores) {
+                        typename Ahead<T>::Lines ahead, F16* scores) {
   Sums<T> even[R], odd[R];
   const Operand<T>* q[R];
 #pragma GCC unroll 6
@@ -226,7 +243,7 @@ inline void score_group(const Row<T>* rows, const T* lo, const T* hi, int64_t st
   // One chain after the other: both at once do not fit the registers.
   for (int64_t i = 0; i < pairs; i += 2) {
     const I16 k = kTogether ? load_words(lo + i * step) : load_words(lo + i * step, hi + i * step);
-    ahead.template step<sizeof(T)>();
+    if (sizeof(T) == 2 || i % 4 == 0) ahead.step();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) even[r] = dot(even[r], k, splat_words(q[r] + 2 * i));
   }
@@ -241,7 +258,7 @@ inline void score_group(const Row<T>* rows, const T* lo, const T* hi, int64_t st
     const I16 l = kTogether ? load_words(lo + step) : load_words(lo + step, hi + step);
     lo += 2 * step;
     hi += 2 * step;
-    ahead.template step<sizeof(T)>();
+    if (sizeof(T) == 2 || i % 4 == 0) ahead.step();
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       even[r] = dot(even[r], k, splat_words(q[r] + 2 * i));
@@ -271,10 +288,32 @@ struct Weights<float, R> {
   alignas(64) float of[R][kKvSplit];
 };
 
+// Fetches what `ahead` says evenly while V is read, position by position or pair by pair; only along the first columns.
+template <class T>
+class Steps {
+ public:
+  Steps(Ahead<T>& ahead, int64_t column, int64_t per_group)
+      : ahead_(ahead), count_(column == 0 ? (ahead.steps() + per_group - 1) / per_group : 0) {}
+
+  void step(int64_t position) {
+    if (count_ == 0) return;
+    if (position % kLanes == 0 || !started_) lines_ = ahead_.next();
+    started_ = true;
+    for (int64_t i = 0; i < count_; ++i) lines_.step();
+  }
+
+ private:
+  Ahead<T>& ahead_;
+  int64_t count_;
+  bool started_ = false;
+  typename Ahead<T>::Lines lines_{};
+};
+
 // The sums over V of D vectors and R rows, for one split.
 template <int R, int D>
 inline void add_values(const Head<float>& head, Row<float>* rows, int64_t split, int64_t begin, int64_t end,
-                       int64_t column, const Weights<float, R>& weights, const float* keep, const float* take) {
+                       int64_t column, const Weights<float, R>& weights, const float* keep, const float* take,
+                       Ahead<float>& ahead) {
   F16 sums[R][D];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -284,7 +323,9 @@ inline void add_values(const Head<float>& head, Row<float>* rows, int64_t split,
   int64_t middle_begin = larger(begin, rows[R - 1].begin);
   int64_t middle_end = smaller(end, rows[0].end);
   if (middle_begin >= middle_end) middle_begin = middle_end = end;
+  Steps<float> fetch(ahead, column, kLanes);
   const auto add_position = [&](int64_t j, bool at_edge) {
+    fetch.step(j);
     const float* v = head.v(j) + column;
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -311,7 +352,7 @@ inline void add_values(const Head<float>& head, Row<float>* rows, int64_t split,
 // The same over pairs of positions. What a row does not see of a pair counts as zero.
 template <int R, int D, class T>
 inline void add_values(const Head<T>& head, Row<T>* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
-                       const Weights<T, R>& weights, const float* keep, const float* take) {
+                       const Weights<T, R>& weights, const float* keep, const float* take, Ahead<T>& ahead) {
   Sums<T> sums[R][D];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -321,7 +362,9 @@ inline void add_values(const Head<T>& head, Row<T>* rows, int64_t split, int64_t
   int64_t middle_begin = (larger(begin, rows[R - 1].begin) + 1) & ~int64_t{1};
   int64_t middle_end = smaller(end, rows[0].end) & ~int64_t{1};
   if (middle_begin >= middle_end) middle_begin = middle_end = end;
+  Steps<T> fetch(ahead, column, kLanes / 2);
   const auto add_pair = [&](int64_t j, bool at_edge) {
+    fetch.step(j);
     const T* p = head.v(j) + 2 * column;
     I16 v[D];
 #pragma GCC unroll 4
@@ -360,10 +403,10 @@ inline void add_values(const Head<T>& head, Row<T>* rows, int64_t split, int64_t
 
 template <int R, class T, int D = kTileVectors>
 inline void add_columns(const Head<T>& head, Row<T>* rows, int64_t split, int64_t begin, int64_t end, int64_t column,
-                        const Weights<T, R>& weights, const float* keep, const float* take) {
+                        const Weights<T, R>& weights, const float* keep, const float* take, Ahead<T>& ahead) {
   for (; column + D * kLanes <= head.head_dim; column += D * kLanes)
-    add_values<R, D>(head, rows, split, begin, end, column, weights, keep, take);
-  if constexpr (D > 1) add_columns<R, T, D / 2>(head, rows, split, begin, end, column, weights, keep, take);
+    add_values<R, D>(head, rows, split, begin, end, column, weights, keep, take, ahead);
+  if constexpr (D > 1) add_columns<R, T, D / 2>(head, rows, split, begin, end, column, weights, keep, take, ahead);
 }
 
 // The factors of sums so far and of a split's sums, for rows in lanes, and the merged maximum.
@@ -468,7 +511,7 @@ inline void attend_split(const Head<T>& head, Row<T>* rows, int64_t split, Ahead
   store(keep, factors.keep);
   store(take, factors.take);
   store(merged_max, factors.max);
-  add_columns<R>(head, rows, split, begin, end, 0, weights, keep, take);
+  add_columns<R>(head, rows, split, begin, end, 0, weights, keep, take, ahead);
   for (int r = 0; r < R; ++r) {
     rows[r].sum = rows[r].started ? fmaf(rows[r].sum, keep[r], split_sum[r] * take[r]) : split_sum[r];
     rows[r].max = rows[r].started ? merged_max[r] : split_max[r];
