@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -127,12 +128,18 @@ void register_sampler(nb::module_& m) {
               const nb::gil_scoped_release release;
               rows = self.sample(logits.data(), view(slots), view(positions), masks);
             }
+            const bool usable =
+                std::all_of(rows.status.begin(), rows.status.end(), [](RowStatus s) { return s == RowStatus::kOk; });
+            if (usable && rows.logprobs.ids.empty())
+              return nb::make_tuple(to_numpy(std::move(rows.tokens)), nb::none(), nb::none());
             return nb::make_tuple(to_numpy(std::move(rows.tokens)), to_numpy(codes(rows.status)),
                                   to_tuple(std::move(rows.logprobs)));
           },
           "logits"_a.noconvert(), "slots"_a.noconvert(), "positions"_a.noconvert(),
           "mask_words"_a.noconvert() = nb::none(), "mask_rows"_a.noconvert() = nb::none(),
-          "(tokens, statuses, (offsets, ids, logprobs, ranks)), by row and flat.")
+          "(tokens, statuses, (offsets, ids, logprobs, ranks)), by row and flat; None for the others where nothing is "
+          "in "
+          "them.")
       .def(
           "score",
           [](Sampler& self, const Matrix<const float>& logits, const Vector<const std::int32_t>& targets,

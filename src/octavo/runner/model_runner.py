@@ -13,6 +13,7 @@ import numpy as np
 from octavo.backends.base import F32, I32, NOTHING_LEFT, BackendModel, Batch, RowMasks, Sampled
 from octavo.contracts import (
     NULL_BLOCK,
+    BlockTraffic,
     ForwardWork,
     KVLayout,
     RowPlan,
@@ -144,7 +145,8 @@ class ModelRunner:
 
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         """Moves blocks, then computes and samples the rows of a submitted plan."""
-        self._mover.move(plan.traffic, plan.copies)
+        if plan.traffic is not None or plan.copies:
+            self._mover.move(plan.traffic or BlockTraffic(), plan.copies)
         outcomes = [_Outcome() for _ in plan.rows]
         work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):
@@ -187,6 +189,10 @@ class ModelRunner:
 
     def _run_piece(self, segments: list[_Segment], outcomes: list[_Outcome], masks: StepMasks | None) -> None:
         batch = self._batch(segments)
+        # Made ready now, not when a forward has evicted from the caches all that Python needs.
+        sampling = [segment for segment in segments if segment.sample]
+        slots = [segment.slot for segment in sampling]
+        positions = [segment.start + segment.count for segment in sampling]
         logits = self._model.forward(batch)
         begin = 0
         sample_rows: list[int] = []
@@ -199,11 +205,10 @@ class ModelRunner:
                 begin += 1
         if not sample_rows:
             return
-        sampling = [segment for segment in segments if segment.sample]
         tokens = self._sampler.sample(
             logits if len(sample_rows) == len(logits) else logits[sample_rows],
-            [segment.slot for segment in sampling],
-            [segment.start + segment.count for segment in sampling],
+            slots,
+            positions,
             None if masks is None else _row_masks(masks, sampling),
         )
         for segment, token in zip(sampling, tokens, strict=True):

@@ -36,9 +36,8 @@ class BlockMover:
         self._load_s = 0.0
         self._num_fetching = 0
 
-    def move(self, traffic: BlockTraffic | None, copies: Sequence[BlockCopy]) -> None:
+    def move(self, traffic: BlockTraffic, copies: Sequence[BlockCopy]) -> None:
         """Moves what a step moves before it computes. Raises EngineError when content is not where the plan believes it."""
-        traffic = traffic or BlockTraffic()
         patience_s = _PATIENCE_S if traffic.patient else 0.0
         for group, saves in groupby(traffic.saves, key=lambda save: save.group):
             for together in _batches(saves):

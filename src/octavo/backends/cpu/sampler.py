@@ -67,7 +67,7 @@ class CpuSampler:
         tokens, statuses, logprobs = self._native.sample(
             logits, np.array(slots, np.int32), np.array(positions, np.int64), *with_masks
         )
-        if not len(logprobs[1]) and not statuses.any():
+        if statuses is None or logprobs is None:
             return [Sampled(token) for token in tokens.tolist()]
         return [
             Sampled(token, error=_ERRORS[status]) if status else Sampled(token, entries)
