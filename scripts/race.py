@@ -4,7 +4,7 @@
 
 `DIR` is what the peers' setup.sh made; `race.sh` runs the workloads against a server with a neutral load generator and prints a JSON
 line each. Every round has a seed of its own, so no cache answers from the round before; prefix caching is off but in `prefix`.
-`generation` is a work for contestants without a server.
+`generation` is a work for contestants without a server: 128 tokens after next to no prompt, which is what llama-bench measures.
 The contestants of a workload run one straight after another, so that the machine's moods meet all of them.
 Writes benchmarks/results/<date>-<machine>-<commit>-race.json.
 """
@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench import results
+from octavo.bench.local.throughput import Options, run_workload
 from octavo.bench.report import race_table
-from octavo.bench.workloads import WORKLOADS
+from octavo.bench.workloads import WORKLOADS, Workload
 
 WORK = ("single", "c16", "c64", "prompt", "prefix")
-GENERATION = "generation"  # without a server: `single`, prompts not counted, which is what llama-bench measures
+GENERATION = Workload(name="generation", description="one stream", requests=4, concurrency=1, words=1, output=128)
 READY_TIMEOUT_S = 300
 STREAMS = {"c64": 64}
 CONTEXT = 4096
@@ -151,23 +152,22 @@ def race_server(name: str, work: str, seed: int, place: Place) -> dict[str, Any]
 
 
 def race_octavo_offline(work: str, seed: int, place: Place) -> dict[str, Any]:
+    model = str(place.peers / "smollm2-Q4_1.gguf")
+    if work == GENERATION.name:
+        return {"out_tok_s": 1e3 / run_workload(GENERATION, Options(model=model), seed=seed)["tpot_p50_ms"]}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        workload = "single" if work == GENERATION else work
-        flags = ["--workload", workload, "--rounds", "1", "--seed", str(seed), "--json", str(out)]
-        model = str(place.peers / "smollm2-Q4_1.gguf")
+        flags = ["--workload", work, "--rounds", "1", "--seed", str(seed), "--json", str(out)]
         run([*place.octavo, "bench", "throughput", "--model", model, *flags])
         figures = json.loads(out.read_text())["results"][0]
     if work == "prompt":  # as the others measure it: a whole request of one token
         return {"out_tok_s": figures["out_tok_s"], "ttft_p50": figures["ttft_p50_ms"]}
-    if work == GENERATION:
-        return {"out_tok_s": 1e3 / figures["tpot_p50_ms"]}
     return {"out_tok_s": figures["out_tok_s"]}
 
 
 def openvino(quant: str) -> Any:
     def race(work: str, seed: int, place: Place) -> dict[str, Any] | None:
-        if work == GENERATION:
+        if work == GENERATION.name:
             return None
         program = [str(place.peers / "ov/bin/python"), str(place.race_sh.with_name("openvino_race.py"))]
         text = run([*program, str(place.peers / f"smollm2-{quant}.gguf"), work], SEED=str(seed))
@@ -181,13 +181,13 @@ def openvino(quant: str) -> Any:
 
 def llama_bench(work: str, _seed: int, place: Place) -> dict[str, Any] | None:
     """llama.cpp without a server has no batches of requests to run; it generates, and reads a prompt of 512 tokens."""
-    if work not in (GENERATION, "prompt"):
+    if work not in (GENERATION.name, "prompt"):
         return None
     program = place.llama("llama-bench")
-    sizes = ["-p", "0", "-n", "128"] if work == GENERATION else ["-p", "512", "-n", "0"]
+    sizes = ["-p", "0", "-n", "128"] if work == GENERATION.name else ["-p", "512", "-n", "0"]
     flags = ["-m", str(place.peers / "smollm2-Q4_0.gguf"), "-t", "2", "-r", "2", "-o", "json", *sizes]
     speed = json.loads(run([program, *flags], LD_LIBRARY_PATH=str(Path(program).parent)))[0]["avg_ts"]
-    return {"out_tok_s": speed} if work == GENERATION else {"out_tok_s": 0.0, "ttft_p50": 512 / speed * 1e3}
+    return {"out_tok_s": speed} if work == GENERATION.name else {"out_tok_s": 0.0, "ttft_p50": 512 / speed * 1e3}
 
 
 TRANSFORMERS = """
@@ -292,7 +292,7 @@ def main() -> int:
             return OFFLINE[name](work, seed, place)
         if name not in SERVERS:
             parser.error(f"no contestant {name!r}")
-        return None if work == GENERATION else race_server(name, work, seed, place)
+        return None if work == GENERATION.name else race_server(name, work, seed, place)
 
     return run_rounds(arguments, "SmolLM2-135M-Instruct", one)
 
