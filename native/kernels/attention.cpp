@@ -288,26 +288,25 @@ struct Weights<float, R> {
   alignas(64) float of[R][kKvSplit];
 };
 
-// Fetches what `ahead` says evenly while V is read, position by position or pair by pair; only along the first columns.
-template <class T>
-class Steps {
- public:
-  Steps(Ahead<T>& ahead, int64_t column, int64_t per_group)
-      : ahead_(ahead), count_(column == 0 ? (ahead.steps() + per_group - 1) / per_group : 0) {}
-
-  void step(int64_t position) {
-    if (count_ == 0) return;
-    if (position % kLanes == 0 || !started_) lines_ = ahead_.next();
-    started_ = true;
-    for (int64_t i = 0; i < count_; ++i) lines_.step();
+// Calls add(position) for every kStep-th of the positions begin..end-1, while `ahead` fetches as much, evenly; or
+// nothing where `quiet`. Inlined, as must be what it calls: otherwise sums leave the registers.
+template <int kStep, class T, class Add>
+inline __attribute__((always_inline)) void each_position(int64_t begin, int64_t end, Ahead<T>& ahead, bool quiet,
+                                                         const Add& add) {
+  const int64_t count = quiet ? 0 : (ahead.steps() + kLanes / kStep - 1) / (kLanes / kStep);
+  if (count == 0) {
+    for (int64_t j = begin; j < end; j += kStep) add(j);
+    return;
   }
-
- private:
-  Ahead<T>& ahead_;
-  int64_t count_;
-  bool started_ = false;
-  typename Ahead<T>::Lines lines_{};
-};
+  for (int64_t j = begin; j < end;) {
+    const int64_t stop = smaller(end, (j | (kLanes - 1)) + 1);
+    typename Ahead<T>::Lines lines = ahead.next();
+    for (; j < stop; j += kStep) {
+      for (int64_t i = 0; i < count; ++i) lines.step();
+      add(j);
+    }
+  }
+}
 
 // The sums over V of D vectors and R rows, for one split.
 template <int R, int D>
@@ -323,9 +322,7 @@ inline void add_values(const Head<float>& head, Row<float>* rows, int64_t split,
   int64_t middle_begin = larger(begin, rows[R - 1].begin);
   int64_t middle_end = smaller(end, rows[0].end);
   if (middle_begin >= middle_end) middle_begin = middle_end = end;
-  Steps<float> fetch(ahead, column, kLanes);
-  const auto add_position = [&](int64_t j, bool at_edge) {
-    fetch.step(j);
+  const auto add_position = [&](int64_t j, bool at_edge) __attribute__((always_inline)) {
     const float* v = head.v(j) + column;
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -336,7 +333,8 @@ inline void add_values(const Head<float>& head, Row<float>* rows, int64_t split,
     }
   };
   for (int64_t j = begin; j < middle_begin; ++j) add_position(j, true);
-  for (int64_t j = middle_begin; j < middle_end; ++j) add_position(j, false);
+  each_position<1>(middle_begin, middle_end, ahead, column > 0,
+                   [&](int64_t j) __attribute__((always_inline)) { add_position(j, false); });
   for (int64_t j = middle_end; j < end; ++j) add_position(j, true);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
@@ -362,9 +360,7 @@ inline void add_values(const Head<T>& head, Row<T>* rows, int64_t split, int64_t
   int64_t middle_begin = (larger(begin, rows[R - 1].begin) + 1) & ~int64_t{1};
   int64_t middle_end = smaller(end, rows[0].end) & ~int64_t{1};
   if (middle_begin >= middle_end) middle_begin = middle_end = end;
-  Steps<T> fetch(ahead, column, kLanes / 2);
-  const auto add_pair = [&](int64_t j, bool at_edge) {
-    fetch.step(j);
+  const auto add_pair = [&](int64_t j, bool at_edge) __attribute__((always_inline)) {
     const T* p = head.v(j) + 2 * column;
     I16 v[D];
 #pragma GCC unroll 4
@@ -386,7 +382,8 @@ inline void add_values(const Head<T>& head, Row<T>* rows, int64_t split, int64_t
     }
   };
   for (int64_t j = begin & ~int64_t{1}; j < middle_begin && j < end; j += 2) add_pair(j, true);
-  for (int64_t j = middle_begin; j < middle_end; j += 2) add_pair(j, false);
+  each_position<2>(middle_begin, middle_end, ahead, column > 0,
+                   [&](int64_t j) __attribute__((always_inline)) { add_pair(j, false); });
   for (int64_t j = middle_end; j < end; j += 2) add_pair(j, true);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
