@@ -248,7 +248,13 @@ def add_flags(parser: argparse.ArgumentParser, works: Sequence[str], contestants
     """What every race asks. `default`: the contestants when none are named."""
     parser.add_argument("--peers", type=Path, required=True, metavar="DIR", help="folder of the other engines")
     parser.add_argument("--work", default=",".join(works), help=f"default: {','.join(works)}")
-    parser.add_argument("--contestants", default=default, help=f"of {', '.join(contestants)}")
+
+    def known(text: str) -> str:  # before the first of many minutes
+        if unknown := set(text.split(",")) - set(contestants):
+            raise argparse.ArgumentTypeError(f"no contestant {', '.join(sorted(unknown))}")
+        return text
+
+    parser.add_argument("--contestants", type=known, default=default, help=f"of {', '.join(contestants)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here; rounds that it has are kept")
@@ -290,8 +296,6 @@ def main() -> int:
     def one(name: str, work: str, seed: int) -> Any:
         if name in OFFLINE:
             return OFFLINE[name](work, seed, place)
-        if name not in SERVERS:
-            parser.error(f"no contestant {name!r}")
         return None if work == GENERATION.name else race_server(name, work, seed, place)
 
     return run_rounds(arguments, "SmolLM2-135M-Instruct", one)

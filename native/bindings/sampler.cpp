@@ -137,9 +137,8 @@ void register_sampler(nb::module_& m) {
           },
           "logits"_a.noconvert(), "slots"_a.noconvert(), "positions"_a.noconvert(),
           "mask_words"_a.noconvert() = nb::none(), "mask_rows"_a.noconvert() = nb::none(),
-          "(tokens, statuses, (offsets, ids, logprobs, ranks)), by row and flat; None for the others where nothing is "
-          "in "
-          "them.")
+          "(tokens, statuses, (offsets, ids, logprobs, ranks)), by row and flat. The last two are None where all rows "
+          "have a token and none has logprobs.")
       .def(
           "score",
           [](Sampler& self, const Matrix<const float>& logits, const Vector<const std::int32_t>& targets,
