@@ -263,8 +263,10 @@ class BlockTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, decided. The runner applies `releases`, then `starts`, then moves the blocks of `traffic` and `copies`, then
-    computes `rows`. Without rows it waits a little for content on its way from disk.
+    """One step, decided, or a part of one: plans with the same `step` are computed one after the other.
+
+    The runner applies `releases`, then `starts`, then moves the blocks of `traffic` and `copies`, then computes `rows`. Without rows it
+    waits a little for content on its way from disk.
 
     After a step that raised, the next plan repeats its releases and releases the slots of its rows: releasing a slot that is not
     bound does nothing.
@@ -497,7 +499,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine after a step (or while idle), and what happened in it. Counts are of this step, not totals.
+    """The engine after a step or a part of one (or while idle), and what happened in it. Counts are of this part, not totals.
 
     `kv_usage` is the used share (0..1) of the fullest group; cached but unreferenced blocks count as free. `work` is None outside of
     steps and where the backend does not count it. Of those waiting, `num_deferred` are held back for others' sake, the rest wait for

@@ -68,7 +68,7 @@ class VirtualServer:
         )
         self.stories: dict[str, Story] = {}
         self.steps: list[tuple[float, StepPlan]] = []
-        """When each step ended, and what it was."""
+        """When each step, or part of one, ended, and what it was."""
         self.num_preemptions = 0
         self.num_computed = 0
         self._check = check
@@ -154,6 +154,13 @@ class VirtualServer:
                 on_end = self._on_end.pop(event.request_id, None)
                 if on_end is not None:
                     on_end()
+
+    def tokens_per_step(self) -> list[int]:
+        """Tokens computed in each step, all its parts together."""
+        tokens: dict[int, int] = {}
+        for _, plan in self.steps:
+            tokens[plan.step] = tokens.get(plan.step, 0) + plan.num_tokens
+        return list(tokens.values())
 
     def of(self, kind: str) -> Iterator[Story]:
         """The stories of a kind that got a token."""

@@ -7,6 +7,8 @@ not know blocks, slots or policies.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from octavo.contracts import SlotStart
 from octavo.engine.request import Request
 from octavo.engine.settings import PrefillBounds
@@ -16,10 +18,16 @@ SHORT_PER_CHUNK = 1.5
 simulation: less has short ones wait for one another, more gives uneven steps."""
 
 
+AHEAD_PER_REST = 3
+LEAST_REST = 16
+"""Prompts that start go ahead of the others of their step if those are at least `LEAST_REST` tokens, and they at most `AHEAD_PER_REST`
+times as many. Fewer tokens of others would not delay them much, and weights are read twice for it."""
+
+
 class Draft:
     """One step to be. `num_decodes` counts the running requests that compute one token each."""
 
-    __slots__ = ("_bounds", "_budget", "_num_decodes", "num_tokens", "partial", "preempted", "starts", "work")
+    __slots__ = ("_bounds", "_budget", "_num_decodes", "num_tokens", "partial", "preempted", "starts", "untold", "work")
 
     def __init__(self, budget: int, bounds: PrefillBounds, num_decodes: int) -> None:
         self._budget = budget
@@ -30,7 +38,9 @@ class Draft:
         self.num_tokens = 0
         self.partial: list[Request] = []
         """Those that this step does not compute to the end."""
-        self.starts: dict[Request, SlotStart] = {}
+        self.starts: list[Request] = []
+        self.untold: dict[Request, SlotStart] = {}
+        """Those that started since a part of the step was given to the executor."""
         self.preempted: set[Request] = set()
 
     @property
@@ -74,6 +84,24 @@ class Draft:
         elif total > count:
             self.partial.remove(request)
         return end
+
+    def start(self, request: Request, told: SlotStart) -> None:
+        """Notes that a request starts in this step."""
+        self.starts.append(request)
+        self.untold[request] = told
+
+    def ahead(self, rest: Container[Request]) -> list[Request]:
+        """Those of the rest, which is not computed yet, that get their first token from a forward of their own before the others: short
+        prompts that start and end in this step, where waiting for the others would be a good part of the time to that token.
+
+        To those that decode it is the same: between two of their tokens the same is computed, in whatever order.
+        """
+        short = [request for request in self.starts if not request.is_long and request not in self.partial]
+        num_short = sum(self.work[request] for request in short)
+        others = self.num_tokens - num_short
+        if others < LEAST_REST or num_short > AHEAD_PER_REST * others:
+            return []
+        return [request for request in short if request in rest]
 
     def drop(self, request: Request) -> None:
         """Takes out a request that is preempted."""

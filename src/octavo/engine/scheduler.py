@@ -17,9 +17,12 @@ known-but-not-computed tokens within the step's budget.
   one that waits, and only if that is enough for it. The first in the policy's order is never preempted for want of blocks, which is why
   everything finishes.
 
-`plan` decides and `commit` (or `fail`) applies. One plan is in flight at a time; in between `add`, `cancel`,
-`reset_prefix_cache` and `flush` may be called. The clock is read for the statistics and for deadlines; no other
-decision depends on it. This module does not know tensors, text, or where messages come from.
+Where short prompts start beside many tokens of others, the step is computed in parts, the prompts first: their first tokens need not wait
+for the others, who get theirs when they would anyway. Prompts that come while others go ahead may join the step, within the same bounds.
+
+`plan` decides and `commit` (or `fail`) applies. One plan is in flight at a time, a part of a step counting as one; in between `add`,
+`cancel`, `reset_prefix_cache` and `flush` may be called. The clock is read for the statistics and for deadlines; no other decision
+depends on it. This module does not know tensors, text, or where messages come from.
 """
 
 from __future__ import annotations
@@ -126,6 +129,10 @@ class Scheduler:
         """Those of the last plan that it does not compute to the end."""
         self._in_flight: list[Request] = []
         """Those of the plan in flight, row by row; some may have been cancelled meanwhile."""
+        self._rest: dict[Request, RowPlan] = {}
+        """What is decided of the step and neither computed nor in flight; some may have been cancelled."""
+        self._draft: Draft | None = None
+        """The step whose rest that is."""
         self._free_slots = [Slot(slot) for slot in reversed(range(config.max_num_seqs))]
         self._releases: list[Slot] = []
         """Slots the executor is still to be told about; they may be given out again in the same plan."""
@@ -137,8 +144,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished; then `plan` returns a plan."""
-        return bool(self._requests)
+        """Whether any request is unfinished, or part of a step is; then `plan` returns a plan."""
+        return bool(self._requests or self._rest)
 
     @property
     def has_events(self) -> bool:
@@ -219,10 +226,12 @@ class Scheduler:
     def abort_all(self) -> None:
         """Cancels everything."""
         self.cancel(list(self._requests))
+        for request in self._dropped_rest():
+            self._release(request)
 
     def farewell(self) -> StepPlan | None:
         """A last step without rows, which puts on disk what is cached and not there yet. None when there is nothing to do."""
-        require(not self._in_flight, "a plan was asked for while one is in flight")
+        require(not self._in_flight and not self._rest, "a plan was asked for while one is in flight")
         self._kv.save_all()
         traffic = self._kv.take_traffic()
         if traffic is None:
@@ -259,39 +268,56 @@ class Scheduler:
     # --- plan -------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Decides the next step. None when there is nothing to compute."""
+        """Decides the next step, or goes on with one whose short prompts go ahead. None when there is nothing to compute."""
         require(not self._in_flight, "a plan was asked for while one is in flight")
-        if not self._requests:
-            return None
         now_s = self._clock()
-        self._expire(now_s)
-        if not self._requests:
-            return None
+        draft = self._draft
+        if draft is None:
+            self._expire(now_s)
+            if not self._requests:
+                return None
+            draft = self._begin(now_s)
+            decided: Iterable[Request] = draft.work
+        else:
+            # Who has come meanwhile gets in as if the step began now, as far as it has room.
+            self._admit(draft, now_s)
+            decided = draft.untold
+        for request in decided:
+            self._rest[request] = self._row(request, draft.work[request])
+            request.in_flight = True
+        self._partial = draft.partial
+        return self._next_part(draft)
+
+    def _begin(self, now_s: float) -> Draft:
+        """A new step: what running requests and those that wait compute in it."""
         partial = [request for request in self._running if len(request.token_ids) - request.num_computed > 1]
         draft = Draft(self._budget, self._bounds, len(self._running) - len(partial))
         self._advance_running(draft, partial)
-        for request in self._parking.take_ready():
-            self._policy.put_back(request)
-        if len(self._policy):
-            self._admit(draft, now_s)
+        self._admit(draft, now_s)
         self._use_up(draft)
-        work = draft.work
-        require(len(work) == len(self._running), "a running request is not in the step")
-        require(bool(work) or self._kv.offload.is_fetching_any, "requests are unfinished but none can run")
-        rows = [self._row(request, count) for request, count in work.items()]
-        for request in work:
-            request.in_flight = True
-        self._in_flight = list(work)
-        self._partial = draft.partial
+        require(len(draft.work) == len(self._running), "a running request is not in the step")
+        require(bool(draft.work) or self._kv.offload.is_fetching_any, "requests are unfinished but none can run")
         self._step += 1
+        return draft
+
+    def _next_part(self, draft: Draft) -> StepPlan:
+        """Of what is decided and not computed: the prompts that go ahead if there are any, else all. It is in flight from now on."""
+        starts = tuple(draft.untold.values())
+        draft.untold.clear()
+        rows, self._draft = self._rest, None
+        self._rest = {}
+        if ahead := draft.ahead(rows):
+            self._rest, self._draft = rows, draft
+            rows = {request: self._rest.pop(request) for request in ahead}
+        self._in_flight = list(rows)
         releases, self._releases = tuple(self._releases), []
-        self._count(work)
+        self._count(rows)
         return StepPlan(
             step=self._step,
             releases=releases,
-            starts=tuple(draft.starts.values()),
-            rows=tuple(rows),
-            num_tokens=draft.num_tokens,
+            starts=starts,
+            rows=tuple(rows.values()),
+            num_tokens=sum(row.count for row in rows.values()),
             copies=self._kv.take_copies(),
             traffic=self._kv.take_traffic(),
         )
@@ -360,19 +386,23 @@ class Scheduler:
             sample=end == len(request.token_ids) and not request.at_length_limit,
         )
 
-    def _count(self, work: dict[Request, int]) -> None:
+    def _count(self, rows: dict[Request, RowPlan]) -> None:
         """Notes what a step is made of."""
         num_tokens = num_decode_rows = 0
-        for request, count in work.items():
-            num_tokens += count
-            if count == 1 and len(request.token_ids) > request.num_prompt_tokens:
+        for request, row in rows.items():
+            num_tokens += row.count
+            if row.count == 1 and len(request.token_ids) > request.num_prompt_tokens:
                 num_decode_rows += 1
         self._tally.num_decode_rows += num_decode_rows
-        self._tally.num_prefill_rows += len(work) - num_decode_rows
+        self._tally.num_prefill_rows += len(rows) - num_decode_rows
         self._tally.num_prefill_tokens += num_tokens - num_decode_rows
 
     def _admit(self, draft: Draft, now_s: float) -> None:
         """Starts waiting requests in the policy's order while budget, slots and blocks last."""
+        for ready in self._parking.take_ready():
+            self._policy.put_back(ready)
+        if not len(self._policy):
+            return
         reserve = self._reserve(draft)
 
         def held(request: Request) -> bool:
@@ -416,7 +446,7 @@ class Scheduler:
                 count = max(1, min(draft.left_for_long, draft.assured(others_wait=len(self._policy) > 1)))
             self._start(request, hit, now_s)
             require(self._give(draft, request, count), "blocks were counted but are not there")
-            draft.starts[request] = self._slot_start(request)
+            draft.start(request, self._slot_start(request))
             growth = self._kv.growth(request.blocks, request.num_known)
             reserve = [kept + more for kept, more in zip(reserve, growth, strict=True)]
 
@@ -454,7 +484,11 @@ class Scheduler:
 
     def _giving_way(self, request: Request, hit: Hit, reserve: list[int], draft: Draft) -> list[Request]:
         """The fewest running requests that make room for a waiting one by giving way, as the policy has it. None if all are not enough."""
-        candidates = [other for other in self._policy.yielding(request, self._running) if other not in draft.starts]
+        candidates = [
+            other
+            for other in self._policy.yielding(request, self._running)
+            if other not in draft.starts and not other.in_flight
+        ]
         if not candidates:
             return []
 
@@ -572,10 +606,11 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: OctavoError) -> EngineOutput:
         """Ends the requests of a step that raised, and only those. Nothing they computed in it counts.
 
-        Nobody knows how much of the plan the executor applied, so the next plan releases its slots and repeats its releases.
+        Nobody knows how much of the plan the executor applied, so the next plan releases its slots and repeats its releases; and what was
+        to be computed after it relies on it, so that ends too.
         """
         self._kv.offload.failed(plan.traffic)
-        for request in self._landed():
+        for request in (*self._landed(), *self._dropped_rest()):
             if request.status is Status.FINISHED:
                 self._release(request)
             else:
@@ -585,9 +620,16 @@ class Scheduler:
         return self._output()
 
     def _landed(self) -> Iterator[Request]:
-        """The requests of the step in flight, which is so no longer."""
+        """The requests of the plan in flight, which is so no longer."""
         landed, self._in_flight = self._in_flight, []
         for request in landed:
+            request.in_flight = False
+            yield request
+
+    def _dropped_rest(self) -> Iterator[Request]:
+        """The requests of the rest of the step, which will not be computed."""
+        dropped, self._rest, self._draft = self._rest, {}, None
+        for request in dropped:
             request.in_flight = False
             yield request
 
@@ -672,7 +714,10 @@ class Scheduler:
 
         May be called at any time, also while a plan is in flight.
         """
-        cancelled = [request for request in self._in_flight if request.status is Status.FINISHED]
+        in_step = (*self._in_flight, *self._rest)
+        require(len(in_step) == len(set(in_step)), "a request is twice in a step")
+        require(all(request.in_flight for request in in_step), "a request of the step is not marked as in flight")
+        cancelled = [request for request in in_step if request.status is Status.FINISHED]
         holders = self._running + cancelled
         for request in self._running:
             require(request.status is Status.RUNNING, f"{request.request_id} runs but is {request.status.name}")
@@ -714,7 +759,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raises InvariantError if blocks or slots are held although no request is unfinished. O(groups)."""
-        if not self._requests and not self._in_flight:
+        if not self._requests and not self._in_flight and not self._rest:
             held = [pool.num_blocks - pool.num_free for pool in self._kv.pools]
             require(held == self._kv.pins.num_blocks, "idle, but blocks are still held")
             require(len(self._free_slots) == self._num_slots, "idle, but slots are still held")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from octavo.contracts import FinishReason
+from octavo.engine import draft
 from support.virtual_time import BASE_S, TOKEN_S, VirtualServer, p95
 
 POLICIES = ["fcfs", "priority", "fair"]
@@ -51,6 +52,35 @@ def test_short_prompts_get_in_beside_long_ones() -> None:
     assert ttft_s <= 0.25
     unbounded_s, unbounded_step_s = loaded(long_prefill_token_threshold=0)
     assert unbounded_s > 4 * unbounded_step_s
+
+
+@pytest.mark.parametrize("num_streams", [32, 48, 60])
+def test_short_prompts_do_not_wait_for_all_streams_twice(num_streams: int) -> None:
+    """They get their first token before the streams that are in the same step, half a median gap earlier or more; and those get
+    theirs about as if all were computed at once."""
+    found = {}
+    for least_rest in (draft.LEAST_REST, 10**6):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draft, "LEAST_REST", least_rest)
+            server = VirtualServer(check=True)
+            server.keep("stream", num_streams, 32, 225, until_s=60)
+            chance = random.Random(7)
+            at_s = 5.0
+            while (at_s := at_s + chance.expovariate(2)) < 55:
+                server.add("short", chance.randint(1, 64), 8, at_s=at_s)
+            server.run(60)
+        streams = [gap for story in server.of("stream") for gap in story.itl_s]
+        found[least_rest] = (
+            statistics.median(story.ttft_s for story in server.of("short")) / statistics.median(streams),
+            p95([story.ttft_s for story in server.of("short")]),
+            p95(streams),
+            server.num_tokens("stream"),
+        )
+    (ttft, p95_ttft_s, itl_s, num_tokens), together = found.values()
+    assert ttft <= together[0] - 0.5
+    assert p95_ttft_s <= together[1]
+    assert itl_s <= 1.2 * together[2]
+    assert num_tokens >= 0.95 * together[3]
 
 
 def test_a_long_prompt_every_few_seconds_beside_chats() -> None:
@@ -103,9 +133,9 @@ def test_long_and_short_prompts_do_not_starve_each_other(policy: str) -> None:
     server.run(60)
     stories = server.stories
     for name in decoding:
-        slot_steps = [
-            plan for at_s, plan in server.steps if stories[name].token_s[0] < at_s <= stories[name].token_s[-1]
-        ]
+        slot_steps = {
+            plan.step for at_s, plan in server.steps if stories[name].token_s[0] < at_s <= stories[name].token_s[-1]
+        }
         assert len(stories[name].token_s) == len(slot_steps) + 1 == 500
     assert stories[long].finish_reason is FinishReason.LENGTH
     assert all(story.token_s[0] < stories[long].token_s[0] for story in server.of("early"))
@@ -136,7 +166,7 @@ def test_a_step_is_used_up_while_a_long_prompt_has_tokens() -> None:
     for _ in range(3):
         server.add("short", 10, 1)
     server.run()
-    assert [plan.num_tokens for _, plan in server.steps[:-1]] == [128] * 15
+    assert server.tokens_per_step()[:-1] == [128] * 15
 
 
 def test_at_most_so_many_long_prompts_are_partly_computed() -> None:

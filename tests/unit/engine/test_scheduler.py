@@ -21,6 +21,19 @@ def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
     return [(row.slot, row.start, row.count, row.sample) for row in plan.rows]
 
 
+def streaming(num_streams: int = 16, max_num_seqs: int = 20, **settings: object) -> Harness:
+    """A scheduler with so many requests that decode."""
+    harness = Harness(
+        layout(200),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=128,
+        **settings,  # type: ignore[arg-type]
+    )
+    harness.add(*(request(f"stream {number}", (number, 1, 2), max_tokens=9) for number in range(num_streams)))
+    harness.run_steps(2)
+    return harness
+
+
 # --- one rule for prefill and decode --------------------------------------------------------------------------------
 
 
@@ -716,3 +729,107 @@ def test_check_finds_a_lost_request_and_idle_leaks() -> None:
     del harness.scheduler._requests[running.request_id]
     with pytest.raises(InvariantError, match="idle"):
         harness.scheduler.check_idle()
+
+
+# --- steps in two parts ---------------------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_goes_ahead_of_many_others_of_its_step() -> None:
+    harness = streaming()
+    harness.add(request("short", range(40, 50), max_tokens=3))
+    first, rest = harness.step(), harness.step()
+    assert first is not None and rest is not None and first.step == rest.step
+    assert rows(first) == [(16, 0, 10, True)]
+    assert [row.slot for row in rest.rows] == list(range(16)) and not rest.starts
+    assert len(harness.answer("short").token_ids) == 1
+    following = harness.step()
+    assert following is not None and following.step == rest.step + 1 and len(following.rows) == 17
+    harness.run()
+    harness.check_answers()
+
+
+def test_prompts_that_come_while_others_go_ahead_join_the_step_as_far_as_it_has_room() -> None:
+    """Of 12 tokens each, four go ahead, which are as many tokens as may beside 16 others; the fifth is computed with those."""
+    harness = streaming(max_num_seqs=30)
+    plans = []
+    for number in range(6):
+        harness.add(request(f"short {number}", range(20 * number, 20 * number + 12), max_tokens=3))
+        plans.append(harness.step())
+    assert [[count for _, _, count, _ in rows(plan)] for plan in plans[:5]] == [[12]] * 4 + [[1] * 16 + [12]]
+    assert [plan.step - plans[0].step for plan in plans if plan is not None and plans[0] is not None] == [0] * 5 + [1]
+    harness.run()
+    harness.check_answers()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_nobody_gives_way_to_one_that_joins_a_step(policy: str) -> None:
+    """All slots are taken and what runs is in the step already: a more important prompt waits for the next one."""
+    harness = streaming(17, max_num_seqs=18, scheduling_policy=policy)
+    harness.add(request("short", range(40, 50), max_tokens=3))
+    first = harness.step()
+    harness.add(request("urgent", range(50, 60), max_tokens=3, priority=-9, tenant="other"))
+    rest = harness.step()
+    assert first is not None and rest is not None and rest.step == first.step
+    assert len(rest.rows) == 17 and not rest.starts
+    harness.run()
+    harness.check_answers()
+
+
+@pytest.mark.parametrize("num_streams, num_tokens", [(15, 10), (16, 49)])
+def test_nobody_goes_ahead_of_few_or_with_many_tokens(num_streams: int, num_tokens: int) -> None:
+    harness = streaming(num_streams)
+    harness.add(request("short", range(num_tokens), max_tokens=3))
+    plan = harness.step()
+    assert plan is not None and len(plan.rows) == num_streams + 1
+    harness.run()
+    harness.check_answers()
+
+
+def test_cancels_between_the_parts_of_a_step() -> None:
+    """Of one that went ahead, of one that is still to be computed, of all."""
+    harness = streaming(17)
+    harness.add(request("short", range(40, 50), max_tokens=3))
+    harness.step()
+    harness.cancel("short", "stream 3")
+    rest = harness.step()
+    assert rest is not None and rest.releases == (17,) and len(rest.rows) == 17
+    harness.add(request("other", range(50, 60), max_tokens=3))
+    harness.step()
+    harness.cancel(*harness.added)
+    assert harness.scheduler.has_work
+    harness.run()
+    harness.check_answers(except_for=list(harness.added))
+
+
+def test_a_failed_first_part_ends_the_whole_step() -> None:
+    """What the executor did of it nobody knows, and the rest relies on it: blocks were to be copied and loaded in it."""
+    harness = streaming(faults=Faults(sample={3}))
+    harness.add(request("short", range(40, 50), max_tokens=3))
+    harness.step()
+    assert all(harness.answer(name).finish_reason is FinishReason.ERROR for name in harness.added)
+    assert not harness.scheduler.has_work
+    harness.scheduler.check_idle()
+
+
+def test_a_failed_rest_leaves_those_that_went_ahead() -> None:
+    harness = streaming()
+    harness.add(request("short", range(40, 50), max_tokens=3))
+    first = harness.step()
+    rest = harness.scheduler.plan()
+    assert first is not None and rest is not None and rest.step == first.step
+    harness.outbox.send(harness.scheduler.fail(rest, EngineError("broken")))
+    harness.scheduler.check()
+    harness.run()
+    streams = [name for name in harness.added if name != "short"]
+    assert all(harness.answer(name).finish_reason is FinishReason.ERROR for name in streams)
+    harness.check_answers(except_for=streams)
+
+
+def test_an_engine_may_end_between_the_parts_of_a_step() -> None:
+    harness = streaming(disk_blocks=100)
+    harness.add(request("short", range(40, 50), max_tokens=3))
+    harness.step()
+    harness.scheduler.abort_all()
+    harness.scheduler.check()
+    harness.scheduler.check_idle()
+    assert harness.scheduler.farewell() is not None

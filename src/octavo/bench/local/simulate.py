@@ -167,7 +167,7 @@ class _World:
         self._steps: dict[str, array[float]] = {
             name: array("d") for name in ("seconds", "rows", "waiting", "kv_usage", "prefill_tokens")
         }
-        self._last_step = self._num_preemptions = self._num_displaced = 0
+        self._num_preemptions = self._num_displaced = 0
 
     # --- inbox ------------------------------------------------------------------------------------------------------
 
@@ -227,8 +227,7 @@ class _World:
     def send(self, output: EngineOutput) -> None:
         """Notes tokens and ends at the present moment, and lets the jobs go on that waited for an end."""
         now_s, stats = self._clock.now_s, output.stats
-        if stats.step != self._last_step:
-            self._last_step = stats.step
+        if stats.num_prefill_rows or stats.num_decode_rows:
             for name, value in (
                 ("seconds", stats.step_s),
                 ("rows", stats.num_running),
