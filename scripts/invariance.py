@@ -154,6 +154,7 @@ def draw(dice: random.Random, checkpoint: Checkpoint) -> Config:
             enable_chunked_prefill=chunked,
             long_prefill_token_threshold=dice.choice((None, 0, 8, 60)) if chunked else None,
             max_long_partial_prefills=dice.choice((None, 2, 5)) if chunked else None,
+            num_scheduler_steps=dice.choice((None, 2, 8)),
             scheduling_policy=policy,
             priority_ageing=dice.choice((None, 0.5)) if policy == "priority" else None,
             tenant_weights=dice.choice(((), ("a=3",))) if policy == "fair" else (),

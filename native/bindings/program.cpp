@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "bindings/registry.h"
+#include "core/decode.h"
 #include "core/dispatch.h"
 
 namespace nb = nanobind;
@@ -83,14 +84,40 @@ void copy_blocks(KvStore& cache, std::int32_t group, const Vector<std::int32_t>&
 
 using LogitsArray = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
 
-LogitsArray run(Program& program, Pool& pool, const Vector<std::int32_t>& tokens, const Vector<std::int32_t>& positions,
-                const Vector<std::int32_t>& row_starts, const std::vector<Table>& tables,
-                const Vector<std::int32_t>& logit_rows) {
+Batch batch_of(const Vector<std::int32_t>& tokens, const Vector<std::int32_t>& positions,
+               const Vector<std::int32_t>& row_starts, const std::vector<Table>& tables,
+               const Vector<std::int32_t>& logit_rows) {
   Batch batch{span_of(tokens), span_of(positions), span_of(row_starts), span_of(logit_rows), {}};
   for (const Table& table : tables) {
     if (table.shape(0) + 1 != row_starts.shape(0)) throw std::invalid_argument("a block table needs one line per row");
     batch.tables.push_back({table.data(), static_cast<std::int64_t>(table.shape(1))});
   }
+  return batch;
+}
+
+std::tuple<double, std::int64_t, std::int64_t, std::int64_t> to_tuple(const Work& work) {
+  return {work.seconds, work.weight_bytes, work.kv_bytes, work.operations};
+}
+
+auto decode_rows(Program& program, Pool& pool, Sampler& sampler, const Vector<std::int32_t>& tokens,
+                 const Vector<std::int32_t>& positions, const Vector<std::int32_t>& row_starts,
+                 const std::vector<Table>& tables, const Vector<std::int32_t>& logit_rows,
+                 const Vector<std::int32_t>& slots, std::int64_t max_steps) {
+  const Batch batch = batch_of(tokens, positions, row_starts, tables, logit_rows);
+  Decoded decoded;
+  {
+    const nb::gil_scoped_release release;
+    decoded = decode(program, pool, sampler, batch, span_of(slots), max_steps);
+  }
+  std::vector<int> status;
+  for (const RowStatus s : decoded.status) status.push_back(static_cast<int>(s));
+  return std::make_tuple(std::move(decoded.tokens), std::move(status), to_tuple(decoded.work));
+}
+
+LogitsArray run(Program& program, Pool& pool, const Vector<std::int32_t>& tokens, const Vector<std::int32_t>& positions,
+                const Vector<std::int32_t>& row_starts, const std::vector<Table>& tables,
+                const Vector<std::int32_t>& logit_rows) {
+  const Batch batch = batch_of(tokens, positions, row_starts, tables, logit_rows);
   Logits logits;
   {
     const nb::gil_scoped_release release;
@@ -173,12 +200,13 @@ void register_program(nb::module_& m) {
       .def("run", &run, "pool"_a, nb::arg("tokens").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("row_starts").noconvert(), nb::arg("tables").noconvert(), nb::arg("logit_rows").noconvert(),
            "Computes a batch and returns logits [S, vocab], which the next run overwrites.")
+      .def("decode", &decode_rows, "pool"_a, "sampler"_a, nb::arg("tokens").noconvert(),
+           nb::arg("positions").noconvert(), nb::arg("row_starts").noconvert(), nb::arg("tables").noconvert(),
+           nb::arg("logit_rows").noconvert(), nb::arg("slots").noconvert(), "max_steps"_a,
+           "Steps of decoding until one in which a row ends or fails: (tokens [steps * rows], statuses of the last "
+           "step, work of all).")
       .def_prop_ro(
-          "work",
-          [](const Program& program) {
-            const Work& work = program.work();
-            return std::make_tuple(work.seconds, work.weight_bytes, work.kv_bytes, work.operations);
-          },
+          "work", [](const Program& program) { return to_tuple(program.work()); },
           "Of the last run: seconds, weight bytes and KV bytes it had to read, operations.")
       .def_prop_ro("num_instructions", &Program::num_instructions)
       .def_prop_ro("vocab", &Program::vocab)

@@ -147,6 +147,11 @@ void Sampler::stop(std::int32_t slot) {
   slots_[static_cast<std::size_t>(slot)] = Slot{};
 }
 
+bool Sampler::ends(std::int32_t slot, std::int32_t token) const {
+  const std::vector<std::int32_t>& end_ids = checked(slot).sampling.end_ids;
+  return std::find(end_ids.begin(), end_ids.end(), token) != end_ids.end();
+}
+
 const Sampler::Slot& Sampler::checked(std::int32_t slot) const {
   if (slot < 0 || static_cast<std::size_t>(slot) >= slots_.size() || !slots_[static_cast<std::size_t>(slot)].active)
     fail("slot " + std::to_string(slot) + " has not been started");

@@ -103,6 +103,9 @@ class Sampler {
   RowLogprobs score(const float* logits, std::span<const std::int32_t> targets, std::int32_t num_top,
                     std::vector<RowStatus>& status);
 
+  // Whether a token is one of the slot's end ids. Throws std::invalid_argument for a slot that is free.
+  bool ends(std::int32_t slot, std::int32_t token) const;
+
   std::int32_t vocab() const { return vocab_; }
 
  private:

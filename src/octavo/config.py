@@ -139,6 +139,14 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     decode_timeout: Annotated[
         float | None, Help("seconds from its first token to its end, else it ends with an error", low=0.001)
     ] = None
+    num_scheduler_steps: Annotated[
+        int | None,
+        Help(
+            "most tokens that running requests are given in one go while all of them decode: less overhead, tokens come in bundles; "
+            "default: 1, offline 8",
+            low=1,
+        ),
+    ] = None
     max_num_queued_reqs: Annotated[
         int | None,
         Help(

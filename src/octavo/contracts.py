@@ -268,8 +268,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     The runner applies `releases`, then `starts`, then moves the blocks of `traffic` and `copies`, then computes `rows`. Without rows it
     waits a little for content on its way from disk.
 
-    After a step that raised, the next plan repeats its releases and releases the slots of its rows: releasing a slot that is not
-    bound does nothing.
+    With `repeat` above 1 every row has a count of 1 and samples, and all are computed up to so many times, each time the token that was
+    sampled before. It ends early after a step in which a row fails or samples one of its end or stop ids, or where the executor likes.
+
+    After a step that raised, the next plan repeats its releases and releases the slots of its rows, and of those that were to follow:
+    releasing a slot that is not bound does nothing.
     """
 
     step: int
@@ -277,6 +280,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     starts: tuple[SlotStart, ...]
     rows: tuple[RowPlan, ...]
     num_tokens: int
+    repeat: int = 1
     copies: tuple[BlockCopy, ...] = ()
     traffic: BlockTraffic | None = None
 
@@ -284,10 +288,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one row of the plan, in the plan's order.
 
-    `token_ids` is empty when the row did not sample. The executor gives one token; those that a grammar forces after it are added by the
-    loop. `prompt_logprobs`, when the request asks for them, has one entry for each
-    prompt position start+1..start+count that is still within the prompt. `error` ends this request alone; with `invalid_request` the
-    request itself is to blame for it.
+    `token_ids` is empty when the row did not sample. The executor gives one token, or with `StepPlan.repeat` more, to all rows without an
+    error as many; those that a grammar forces after a single one are added by the loop. `prompt_logprobs`, when the request asks for
+    them, has one entry for each prompt position start+1..start+count that is still within the prompt. `error` ends this request alone;
+    with `invalid_request` the request itself is to blame for it.
     """
 
     slot: Slot

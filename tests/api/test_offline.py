@@ -303,6 +303,8 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         ({"decode_timeout": -1.0}, "decode-timeout"),
         ({"priority_ageing": 5.0}, "scheduling-policy priority"),
         ({"max_long_partial_prefills": 0}, "max-long-partial-prefills"),
+        ({"num_scheduler_steps": 0}, "num-scheduler-steps"),
+        ({"num_scheduler_steps": 65}, "num-scheduler-steps"),
         ({"max_model_len": 10**6}, "max-model-len"),
         ({"dtype": "int3"}, "int3"),
         ({"gpu_memory_utilization": 1.5, "kv_cache_memory": None}, "gpu-memory-utilization"),
@@ -311,6 +313,38 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(str(TINY), **{"backend": "numpy", **options})
+
+
+@pytest.mark.parametrize("num_scheduler_steps", [1, 3, 8, 64])
+def test_steps_at_once_do_not_change_answers(llm: LLM, num_scheduler_steps: int) -> None:
+    """Ends by length, by a stop string inside of what comes at once, and by a stop id; logprobs and a grammar beside them."""
+
+    def story(output: CompletionOutput) -> tuple[object, ...]:
+        return output.token_ids, output.text, output.finish_reason, output.stop_reason
+
+    params = [
+        SamplingParams(temperature=0.8, seed=3, max_tokens=37, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(
+            temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["folds", "a sheet"])
+        ),
+    ]
+    (free,) = generate(llm, PROMPTS[2], params[2])
+    tokens, text = free.outputs[0].token_ids, free.outputs[0].text
+    stopped = [
+        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[tokens[9]]),
+        SamplingParams(temperature=0, max_tokens=20, stop=[text[len(text) // 2 :][:3]]),
+    ]
+    prompts, params = [*PROMPTS, PROMPTS[2], PROMPTS[2]], [*params, *stopped]
+    expected = [generate(llm, prompt, one)[0].outputs[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert expected[4].finish_reason == expected[5].finish_reason == "stop"
+    with tiny(num_scheduler_steps=num_scheduler_steps) as made:
+        for together in (
+            generate(made, prompts, params),
+            [generate(made, *pair)[0] for pair in zip(prompts, params, strict=True)],
+        ):
+            assert [story(output.outputs[0]) for output in together] == list(map(story, expected))
 
 
 def test_priorities_of_a_batch(llm: LLM) -> None:

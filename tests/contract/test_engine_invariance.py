@@ -76,6 +76,7 @@ class Engine:
         folder: Path | None = None,
         namespace: bytes = b"model",
         chunk: int | None = None,
+        steps: int | None = None,
     ) -> None:
         model = CpuBackend(threads=threads).load(
             make_forward(spec), random_tensors(spec, Format.Q4_1), dtype="auto", kv_dtype=kv_dtype
@@ -87,7 +88,10 @@ class Engine:
         self.scheduler = Scheduler(
             layout,
             SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, long_prefill_token_threshold=chunk
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                long_prefill_token_threshold=chunk,
+                num_scheduler_steps=steps,
             ),
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=caching,
@@ -100,6 +104,7 @@ class Engine:
         self.num_preemptions = 0
         self.num_cached = 0
         self.num_copies = 0
+        self.num_repeated = 0
 
     def run(self, requests: Sequence[GenerateRequest]) -> list[Answer]:
         """Answers of all requests, which arrive one step after the other."""
@@ -111,6 +116,7 @@ class Engine:
             plan = self.scheduler.plan()
             assert plan is not None
             self.num_copies += len(plan.copies)
+            self.num_repeated += plan.repeat > 1
             output = self.scheduler.commit(plan, self.runner.submit(plan).sample())
             self.scheduler.check()
             self.num_preemptions += output.stats.num_preemptions
@@ -199,6 +205,37 @@ def test_batches_and_chunks(spec: ModelSpec, engines: list[Engine]) -> None:
         engine = Engine(spec, caching=False, **changes)
         engines.append(engine)
         assert engine.run(requests) == expected, changes
+
+
+def test_several_steps_at_once(spec: ModelSpec, engines: list[Engine]) -> None:
+    """Rows that end by length, by a stop id in the middle, and by none; beside others, on threads, and where memory is short."""
+    requests = [
+        msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, logprobs=None, prompt_logprobs=None)
+        )
+        for request in requests_for(spec)
+    ]
+    single = Engine(spec, caching=False)
+    engines.append(single)
+    freely = [single.run([request])[0].token_ids for request in requests]
+    requests = [
+        msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, stop_token_ids=(tokens[3],))
+        )
+        if index % 3 == 0
+        else request
+        for index, (request, tokens) in enumerate(zip(requests, freely, strict=True))
+    ]
+    expected = [single.run([request])[0] for request in requests]
+    assert single.num_repeated == 0
+    settings: list[dict[str, int]] = [{}, {"threads": 2}, {"block_size": 8, "budget": 64}, {"max_num_seqs": 3}]
+    settings += [{"budget": 32, "num_blocks": need_of(spec, requests)}]
+    for steps in (2, 5, 64):
+        for changes in settings:
+            engine = Engine(spec, steps=steps, **changes)
+            engines.append(engine)
+            assert engine.run(requests) == expected, (steps, changes)
+            assert engine.num_repeated > 0
 
 
 def test_an_int8_cache(spec: ModelSpec, engines: list[Engine]) -> None:

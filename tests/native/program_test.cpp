@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/decode.h"
 #include "core/dispatch.h"
 
 namespace {
@@ -327,6 +328,53 @@ void wrong_batches_are_refused() {
   CHECK(refused({1}, {0}, {0, 1}, {0}, {0}, 1));
 }
 
+// Decoding in one call gives what single steps give, and ends after a step in which a row meets an end id.
+void decoding_is_steps_in_a_row() {
+  Recorded recorded(false);
+  Pool pool(2);
+  const std::vector<std::int32_t> slots{1, 0}, starts{0, 1, 2}, wanted{0, 1}, table{0, 1, 2, 3};
+  for (const auto& program : recorded.programs) {
+    const auto sampler = [&](std::vector<std::int32_t> end_ids) {
+      auto made = std::make_unique<Sampler>(kernels_for(program->isa()), 2, kVocab, &pool);
+      for (const std::int32_t slot : slots)
+        made->start(slot,
+                    {.temperature = 1.5, .seed = 5, .choice = static_cast<std::uint32_t>(slot), .end_ids = end_ids},
+                    std::vector<std::int32_t>{3}, 1);
+      return made;
+    };
+    const auto batch = [&](const std::vector<std::int32_t>& tokens, const std::vector<std::int32_t>& positions) {
+      return Batch{tokens, positions, starts, wanted, {{table.data(), 2}, {table.data(), 2}}};
+    };
+    constexpr int kSteps = 12;
+    program->bind(make_cache(false, 16, 64));
+    const auto step_by_step = sampler({});
+    std::vector<std::int32_t> tokens{3, 9}, positions{0, 0}, expected;
+    for (int i = 0; i < kSteps; ++i) {
+      const Logits logits = program->run(pool, batch(tokens, positions));
+      tokens = step_by_step->sample(logits.data(), slots, std::vector<std::int64_t>(2, i + 1)).tokens;
+      positions = {i + 1, i + 1};
+      expected.insert(expected.end(), tokens.begin(), tokens.end());
+    }
+    const std::vector<std::int32_t> first{3, 9}, zero{0, 0};
+    program->bind(make_cache(false, 16, 64));
+    const Decoded all = decode(*program, pool, *sampler({}), batch(first, zero), slots, kSteps);
+    CHECK(all.num_steps == kSteps && all.tokens == expected);
+    CHECK(all.work.seconds > 0 && all.work.weight_bytes > program->work().weight_bytes);
+    program->bind(make_cache(false, 16, 64));
+    const Decoded ended = decode(*program, pool, *sampler({expected[7]}), batch(first, zero), slots, kSteps);
+    const auto met = std::find(expected.begin(), expected.end(), expected[7]) - expected.begin();
+    CHECK(ended.num_steps == met / 2 + 1);
+    CHECK(std::equal(ended.tokens.begin(), ended.tokens.end(), expected.begin()));
+    const auto refused = [&](const Batch& wrong, std::span<const std::int32_t> of, std::int64_t steps) {
+      return throws<std::invalid_argument>([&] { decode(*program, pool, *sampler({}), wrong, of, steps); });
+    };
+    CHECK(refused(batch(first, zero), slots, 0));
+    CHECK(refused(batch(first, zero), std::vector<std::int32_t>{1}, 2));
+    CHECK(refused(batch(first, zero), std::vector<std::int32_t>{1, 1}, 2));
+    CHECK(refused(batch(first, {0, 31}), slots, 3));  // the table ends
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -335,5 +383,6 @@ int main() {
   logits_outlive_a_larger_step();
   wrong_recordings_are_refused();
   wrong_batches_are_refused();
+  decoding_is_steps_in_a_row();
   return octavo::test::failures();
 }

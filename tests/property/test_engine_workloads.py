@@ -98,6 +98,7 @@ def harnesses(draw: st.DrawFn, requests: Sequence[GenerateRequest], faults: Faul
         faults=faults,
         long_prefill_token_threshold=draw(st.sampled_from([None, 0, 1, 3, 10])) if chunked else None,
         max_long_partial_prefills=draw(st.sampled_from([None, 2])) if chunked else None,
+        num_scheduler_steps=draw(st.sampled_from([None, None, 2, 8])),
         scheduling_policy=policy,
         priority_ageing=draw(st.sampled_from([None, 1.0])) if policy == "priority" else None,
         tenant_weights=draw(st.sampled_from([(), ("a=3",)])) if policy == "fair" else (),
@@ -185,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
     def a_step_fails(self, where: str) -> None:
         getattr(self.faults, where).add(len(self.harness.executor.plans) + 1)
         plan = self.harness.step()
-        assert plan is not None
+        assert plan is not None or not self.harness.scheduler.has_work  # all were over a deadline
 
     @rule(data=st.data(), phase=st.sampled_from(["waiting", "prefill", "decode"]), limit_s=st.integers(1, 6))
     def add_with_a_deadline(self, data: st.DataObject, phase: str, limit_s: int) -> None:

@@ -173,6 +173,8 @@ class _Row:
     tokens: list[int]
     tables: list[list[int]]
     freed: list[int]
+    taken: list[set[int]]
+    """Blocks of its tables, by group, that others have written since it was computed last."""
     computed: int | None = None
 
 
@@ -243,21 +245,31 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> FakeExecutor:
         self.plans.append(plan)
         if len(self.plans) in self.faults.submit_before:
-            self._unknown_slots |= {row.slot for row in plan.rows} | set(plan.releases)
+            self._unknown_slots |= _slots_of(plan)
             raise RuntimeError("out of memory in submit")
         self._apply(plan)
         if len(self.plans) in self.faults.submit_after:
-            self._unknown_slots |= {row.slot for row in plan.rows} | set(plan.releases)
+            self._unknown_slots |= _slots_of(plan)
             raise RuntimeError("out of memory in submit")
         return self
 
     def sample(self, masks: StepMasks | None = None) -> StepResult:
         plan = self.plans[-1]
         results = tuple(self._compute(row) for row in plan.rows)
+        for again in range(1, plan.repeat):
+            if any(self._ended(result) for result in results):
+                break
+            rows = [msgspec.structs.replace(row, start=row.start + again) for row in plan.rows]
+            results = tuple(map(_followed_by, results, map(self._compute, rows)))
         if len(self.plans) in self.faults.sample:
-            self._unknown_slots |= {row.slot for row in plan.rows} | set(plan.releases)
+            self._unknown_slots |= _slots_of(plan)
             raise RuntimeError("out of memory in sample")
         return StepResult(step=plan.step, rows=results, traffic=self._report(waits=not plan.rows))
+
+    def _ended(self, result: RowResult) -> bool:
+        sampling = self._slots[result.slot].start.sampling
+        ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
+        return result.error is not None or result.token_ids[-1] in ends
 
     def close(self) -> None:
         self.closed += 1
@@ -269,6 +281,9 @@ class FakeExecutor:
         assert len(plan.rows) <= self._max_num_seqs
         assert plan.num_tokens == sum(row.count for row in plan.rows) <= self._max_num_batched_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "two rows for a slot"
+        assert plan.repeat == 1 or all(row.count == 1 and row.sample for row in plan.rows), (
+            "a repeated row is no decode"
+        )
         assert len(set(plan.releases)) == len(plan.releases), "a slot released twice"
         for slot in plan.releases:
             assert slot in self._slots or slot in self._unknown_slots, f"release of slot {slot}, which is free"
@@ -277,7 +292,9 @@ class FakeExecutor:
         for start in plan.starts:
             assert 0 <= start.slot < self._max_num_seqs and start.slot not in self._slots, f"slot {start.slot} is taken"
             groups = len(self.layout.groups)
-            self._slots[start.slot] = _Row(start, list(start.token_ids), [[] for _ in range(groups)], [0] * groups)
+            self._slots[start.slot] = _Row(
+                start, list(start.token_ids), [[] for _ in range(groups)], [0] * groups, [set() for _ in range(groups)]
+            )
         traffic = plan.traffic or BlockTraffic()
         for save in traffic.saves:
             self._save(save)
@@ -285,7 +302,7 @@ class FakeExecutor:
             self._copy(copy)
         self._move(traffic)
         for row in plan.rows:
-            self._grow(row)
+            self._grow(row, plan.repeat)
         self._check_writes(plan)
 
     def _save(self, save: BlockSave) -> None:
@@ -340,7 +357,7 @@ class FakeExecutor:
             else:
                 memory[copy.target, offset] = content
 
-    def _grow(self, row: RowPlan) -> None:
+    def _grow(self, row: RowPlan, repeat: int) -> None:
         state = self._slots[row.slot]
         if row.kept_blocks is not None:
             assert state.computed is not None and row.kept_blocks * self.layout.block_size <= state.computed < row.start
@@ -355,32 +372,40 @@ class FakeExecutor:
         assert not row.sample or row.start + row.count == len(state.tokens), "a row samples before its last known token"
         end = row.start + row.count
         for number, (group, table) in enumerate(zip(self.layout.groups, state.tables, strict=True)):
+            before = len(table)
             table.extend(row.new_blocks[number])
-            assert len(table) == -(-end // self.layout.block_size), "a table is too short or longer than needed"
+            needed = -(-(end + repeat - 1) // self.layout.block_size)
+            # Where a repetition ended early, its blocks are there before they are needed.
+            assert len(table) == max(before, needed), "a table is too short or longer than needed"
             freed = row.freed_blocks[number] if row.freed_blocks else 0
             assert freed >= state.freed[number], "a freed block came back"
             state.freed[number] = freed
             table[:freed] = [NULL_BLOCK] * freed
+            assert not state.taken[number].intersection(table[freed:]), "a block is read that was given to another"
+            state.taken[number].clear()
             for block in table[freed:]:
                 assert 0 <= block < self.layout.num_blocks[number]
             assert len(set(table[freed:])) == len(table) - freed, "a block twice in one table"
             assert freed == _first_read(group, row.start) // self.layout.block_size, "wrong number of freed blocks"
 
     def _check_writes(self, plan: StepPlan) -> None:
-        """What is written in this step is in nobody else's table: not shared, and not handed out before it is complete."""
+        """What is written in this step is in no table of others in it: not shared, and not handed out before it is complete. Those that
+        are not in this part of a step may still have it, if they give it up before they read."""
+        slots = {row.slot for row in plan.rows}
         size = self.layout.block_size
         for number in range(len(self.layout.groups)):
             written: dict[int, int] = {}
             for row in plan.rows:
                 table = self._slots[row.slot].tables[number]
-                for block in table[row.start // size : (row.start + row.count - 1) // size + 1]:
+                for block in table[row.start // size : (row.start + row.count + plan.repeat - 2) // size + 1]:
                     if block == NULL_BLOCK:
                         continue
                     assert block not in written, f"block {block} is written by two rows"
                     written[block] = row.slot
             for slot, state in self._slots.items():
-                for block in state.tables[number]:
-                    assert written.get(block, slot) == slot, f"block {block} is written while slot {slot} reads it"
+                taken = {block for block in state.tables[number] if written.get(block, slot) != slot}
+                assert not taken or slot not in slots, f"block {taken} is written while slot {slot} reads it"
+                state.taken[number] |= taken
 
     def _compute(self, row: RowPlan) -> RowResult:
         state, sampling = self._slots[row.slot], self._slots[row.slot].start.sampling
@@ -425,6 +450,17 @@ class FakeExecutor:
         written_position, content = self._memory[number][self._place(number, state, position)]
         assert written_position == position, f"position {position} finds the content of position {written_position}"
         return content
+
+
+def _slots_of(plan: StepPlan) -> set[int]:
+    """All that may have changed where a plan was applied in part; rows of those that start in it may come with a later part."""
+    return {*(row.slot for row in plan.rows), *(start.slot for start in plan.starts), *plan.releases}
+
+
+def _followed_by(one: RowResult, next_one: RowResult) -> RowResult:
+    if next_one.error is not None:
+        return next_one
+    return msgspec.structs.replace(one, token_ids=(*one.token_ids, *next_one.token_ids))
 
 
 class ScriptedInbox:

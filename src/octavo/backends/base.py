@@ -99,9 +99,17 @@ class BackendModel(Protocol):
         """Computes the step's tokens, writes their KV, and returns logits [S, vocab]. Valid until the next call."""
         ...
 
+    def decode(self, sampler: Sampler, batch: Batch, slots: Sequence[int], most: int) -> list[list[Sampled]]:
+        """At most `most` steps, each the forward of a row's one token and its sampling, on from the sampled tokens; one list per step.
+
+        `sampler` is one that `make_sampler` gave, row r is sampled in slots[r], and none wants logprobs. Tables hold the blocks of all
+        steps. Ends early after a step in which a row fails or gets one of its end or stop ids. Bits are those of single steps.
+        """
+        ...
+
     @property
     def last_work(self) -> ForwardWork | None:
-        """What the last forward took and had to do; None where it is not counted."""
+        """What the last forward or `decode` took and had to do; None where it is not counted."""
         ...
 
     def make_sampler(self, max_num_seqs: int) -> Sampler:

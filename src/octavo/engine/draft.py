@@ -27,7 +27,18 @@ times as many. Fewer tokens of others would not delay them much, and weights are
 class Draft:
     """One step to be. `num_decodes` counts the running requests that compute one token each."""
 
-    __slots__ = ("_bounds", "_budget", "_num_decodes", "num_tokens", "partial", "preempted", "starts", "untold", "work")
+    __slots__ = (
+        "_bounds",
+        "_budget",
+        "_num_decodes",
+        "num_tokens",
+        "partial",
+        "preempted",
+        "repeat",
+        "starts",
+        "untold",
+        "work",
+    )
 
     def __init__(self, budget: int, bounds: PrefillBounds, num_decodes: int) -> None:
         self._budget = budget
@@ -42,6 +53,8 @@ class Draft:
         self.untold: dict[Request, SlotStart] = {}
         """Those that started since a part of the step was given to the executor."""
         self.preempted: set[Request] = set()
+        self.repeat = 1
+        """How often in a row all compute their one token."""
 
     @property
     def left(self) -> int:

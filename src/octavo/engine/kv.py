@@ -586,6 +586,14 @@ class KVManager:
         sequence.num_tokens = size * self.block_size
         return tuple(new)
 
+    def has_room(self, wanted: Sequence[tuple[SequenceBlocks, int]]) -> bool:
+        """Whether all these sequences can grow to hold so many positions."""
+        count = sum(
+            max(0, -(-num_tokens // self.block_size) - sequence.num_tokens // self.block_size)
+            for sequence, num_tokens in wanted
+        )
+        return all(pool.num_free >= count for pool in self.pools)
+
     def publish(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
         """Offers what is below position `num_computed` to the prefix cache, full blocks and tail. The caller knows its KV is written."""
         sequence.num_landed = num_computed

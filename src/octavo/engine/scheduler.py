@@ -95,6 +95,7 @@ class Scheduler:
         self._chunked = config.enable_chunked_prefill
         self._bounds = prefill_bounds(config, self._budget)
         self._num_slots = config.max_num_seqs
+        self._num_steps = config.num_scheduler_steps or 1
         self._max_model_len = max_model_len
         self._capacity = capacity_tokens(unpinned(layout, max_pinned_tokens), self._budget)
         self._kv = KVManager(
@@ -144,7 +145,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, or part of a step is; then `plan` returns a plan."""
+        """Whether any request is unfinished, or part of a step is; then `plan` returns a plan, unless all are over a deadline."""
         return bool(self._requests or self._rest)
 
     @property
@@ -295,10 +296,30 @@ class Scheduler:
         self._advance_running(draft, partial)
         self._admit(draft, now_s)
         self._use_up(draft)
+        draft.repeat = self._repeat(draft)
         require(len(draft.work) == len(self._running), "a running request is not in the step")
         require(bool(draft.work) or self._kv.offload.is_fetching_any, "requests are unfinished but none can run")
         self._step += 1
         return draft
+
+    def _repeat(self, draft: Draft) -> int:
+        """How often in a row all requests of a step may decode: as long as none can end by length and their blocks are there at once.
+
+        Only where nothing is to be known of them between two tokens.
+        """
+        repeat = self._num_steps
+        if repeat == 1 or draft.untold or draft.partial or draft.num_tokens != len(draft.work):
+            return 1
+        for request in draft.work:
+            if request.spec.grammar is not None or request.spec.sampling.logprobs is not None:
+                return 1
+            repeat = min(repeat, request.max_known - request.num_known)
+        wanted = [(request.blocks, request.num_computed + repeat) for request in draft.work]
+        if repeat <= 1 or not self._kv.has_room(wanted):
+            return 1
+        for blocks, num_tokens in wanted:
+            self._kv.allocate(blocks, num_tokens)
+        return repeat
 
     def _next_part(self, draft: Draft) -> StepPlan:
         """Of what is decided and not computed: the prompts that go ahead if there are any, else all. It is in flight from now on."""
@@ -318,6 +339,7 @@ class Scheduler:
             starts=starts,
             rows=tuple(rows.values()),
             num_tokens=sum(row.count for row in rows.values()),
+            repeat=draft.repeat,
             copies=self._kv.take_copies(),
             traffic=self._kv.take_traffic(),
         )
@@ -364,10 +386,14 @@ class Scheduler:
         if end > request.blocks.num_tokens and self._kv.allocate(request.blocks, end) is None:
             return False
         draft.give(request, count)
-        if end > request.num_charged:  # what is computed again is no service
+        self._charge(request, end)
+        return True
+
+    def _charge(self, request: Request, end: int) -> None:
+        """Counts what is computed before a position as service; what is computed again is none."""
+        if end > request.num_charged:
             self._policy.charge(request, end - request.num_charged + (end == len(request.token_ids)))
             request.num_charged = end
-        return True
 
     def _row(self, request: Request, count: int) -> RowPlan:
         end = request.num_computed + count
@@ -570,7 +596,8 @@ class Scheduler:
         A row that sampled may have more tokens than it passed with, those forced after it. `step_s` is how long the step took.
         """
         now_s = self._clock()
-        self._kv.landed(result.traffic, plan.num_tokens, step_s)
+        num_steps = max((len(row.token_ids) for row in result.rows), default=1) if plan.repeat > 1 else 1
+        self._kv.landed(result.traffic, plan.num_tokens * num_steps, step_s)
         for row, outcome, request in zip(plan.rows, result.rows, self._landed(), strict=True):
             if outcome.error is None:
                 request.num_computed = row.start + row.count
@@ -581,7 +608,7 @@ class Scheduler:
                 blame = InvalidRequestError if outcome.invalid_request else EngineError
                 self._end(request, _error_event(request, blame(outcome.error)))
             else:
-                self._advance(request, row, outcome, now_s)
+                self._advance(request, row, outcome, now_s, repeated=plan.repeat > 1)
         self._running = [request for request in self._running if request.status is Status.RUNNING]
         return self._output(step_s, result.work)
 
@@ -594,9 +621,10 @@ class Scheduler:
                 raise EngineError(f"step {plan.step}: the row of slot {row.slot} was answered for slot {outcome.slot}")
             if outcome.error is not None:
                 continue
-            if len(outcome.token_ids) != row.sample:
+            if not row.sample <= len(outcome.token_ids) <= row.sample * plan.repeat:
                 raise EngineError(
                     f"step {plan.step}, slot {row.slot}: got {len(outcome.token_ids)} tokens, expected {int(row.sample)}"
+                    f"{f' to {plan.repeat}' if plan.repeat > 1 else ''}"
                 )
             if request.prompt_logprobs is not None:
                 expected = max(0, min(row.start + row.count, request.num_prompt_tokens - 1) - row.start)
@@ -633,7 +661,7 @@ class Scheduler:
             request.in_flight = False
             yield request
 
-    def _advance(self, request: Request, row: RowPlan, outcome: RowResult, now_s: float) -> None:
+    def _advance(self, request: Request, row: RowPlan, outcome: RowResult, now_s: float, *, repeated: bool) -> None:
         if outcome.prompt_logprobs is not None:
             request.collect_prompt_logprobs(row.start, outcome.prompt_logprobs)
         if row.sample:
@@ -643,7 +671,13 @@ class Scheduler:
                 if reason is not None:
                     break
             count = request.num_known - known
-            request.num_untold = count - 1
+            if repeated:
+                # All but the last were computed too.
+                request.num_computed += count - 1
+                self._kv.publish(request.blocks, request.token_ids, request.num_computed)
+                self._charge(request, request.num_computed)
+            else:
+                request.num_untold = count - 1
             self._tally.num_generated_tokens += count
             is_first = request.first_token_s is None
             if is_first:
@@ -655,6 +689,8 @@ class Scheduler:
                 self._tally.num_prompt_tokens += request.num_prompt_tokens
             else:
                 self._tally.itl_s.append(now_s - request.last_token_s)
+                if repeated:
+                    self._tally.itl_s += [0.0] * (count - 1)  # they come with the first
             request.last_token_s = now_s
             event = request.event(outcome.token_ids[:count], outcome.logprobs, reason, stop_token)
             if reason is not None:

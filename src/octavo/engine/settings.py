@@ -22,6 +22,9 @@ CHUNK_PER_DECODE = 4
 """Tokens of long prompts in a step for each request that decodes in it: more decodes make it longer by themselves, and are worth a longer
 one. On a CPU, where a step's time grows in proportion to its tokens from a few on, small chunks cost little."""
 
+MAX_SCHEDULER_STEPS = 64
+"""Nobody is heard or told anything meanwhile."""
+
 DEFAULT_PRIORITY_AGEING_S = 60.0
 
 
@@ -57,9 +60,15 @@ def check_scheduling(config: SchedulerConfig) -> None:
     for flag, value, low in (
         ("long-prefill-token-threshold", config.long_prefill_token_threshold, 0),
         ("max-long-partial-prefills", config.max_long_partial_prefills, 1),
+        ("num-scheduler-steps", config.num_scheduler_steps, 1),
     ):
         if value is not None and value < low:
             raise ConfigError(f"--{flag} is {value}; it must be at least {low}", param=flag.replace("-", "_"))
+    if (config.num_scheduler_steps or 1) > MAX_SCHEDULER_STEPS:
+        raise ConfigError(
+            f"--num-scheduler-steps is {config.num_scheduler_steps}; it must be 1 to {MAX_SCHEDULER_STEPS}",
+            param="num_scheduler_steps",
+        )
     for flag, limit in (
         ("priority-ageing", config.priority_ageing),
         ("waiting-timeout", config.waiting_timeout),

@@ -43,6 +43,9 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 _ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
 _NOT_OFFLINE = frozenset({"served_model_name", "max_num_queued_reqs", "tenant_weights", "engine_restart"})
 
+STEPS_AT_ONCE = 8
+"""The default of num_scheduler_steps: results are wanted when all is done, not token by token."""
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the mappings may also hold "cache_salt"."""
 Conversation = Sequence[Mapping[str, Any]]
@@ -56,7 +59,7 @@ class LLM:
     underscores (dtype, revision, chat_template, max_model_len, max_logprobs, generation_config, block_size, kv_cache_dtype,
     kv_cache_memory, gpu_memory_utilization, enable_prefix_caching, max_num_seqs, max_num_batched_tokens,
     enable_chunked_prefill, long_prefill_token_threshold, max_long_partial_prefills, scheduling_policy, priority_ageing,
-    waiting_timeout, prefill_timeout, decode_timeout, backend, threads, engine_process, grammar_timeout).
+    waiting_timeout, prefill_timeout, decode_timeout, num_scheduler_steps, backend, threads, engine_process, grammar_timeout).
 
     Raises ConfigError for an unknown keyword or a wrong value, and what loading raises.
     """
@@ -474,4 +477,8 @@ def _config(model: str, options: Mapping[str, Any]) -> Config:
             sections[section] = msgspec.convert(values[section], kind)
         except msgspec.ValidationError as error:
             raise ConfigError(f"an option of LLM is wrong: {error}") from None
-    return Config(**sections)
+    config = Config(**sections)
+    if config.scheduler.num_scheduler_steps is None:
+        scheduler = msgspec.structs.replace(config.scheduler, num_scheduler_steps=STEPS_AT_ONCE)
+        config = msgspec.structs.replace(config, scheduler=scheduler)
+    return config

@@ -147,6 +147,8 @@ class ModelRunner:
         """Moves blocks, then computes and samples the rows of a submitted plan."""
         if plan.traffic is not None or plan.copies:
             self._mover.move(plan.traffic or BlockTraffic(), plan.copies)
+        if plan.repeat > 1:
+            return self._run_repeated(plan)
         outcomes = [_Outcome() for _ in plan.rows]
         work: ForwardWork | None = None
         for segments in self._pieces(plan.rows):
@@ -157,6 +159,24 @@ class ModelRunner:
             rows=tuple(map(_row_result, plan.rows, outcomes)),
             work=work,
             traffic=self._mover.report(waits=not plan.rows),
+        )
+
+    def _run_repeated(self, plan: StepPlan) -> StepResult:
+        slots = [row.slot for row in plan.rows]
+        batch = self._batch([_Segment(index, row.slot, row.start, 1, 0, True) for index, row in enumerate(plan.rows)])
+        steps = self._model.decode(self._sampler, batch, slots, plan.repeat)
+        rows = []
+        for row, sampled in zip(plan.rows, zip(*steps, strict=True), strict=True):
+            if sampled[-1].error is not None:
+                rows.append(_row_result(row, _Outcome(sampled=sampled[-1])))
+                continue
+            tokens = tuple(one.token for one in sampled)
+            known = self._num_known[row.slot]
+            self._tokens[row.slot, known : known + len(tokens)] = tokens
+            self._num_known[row.slot] = known + len(tokens)
+            rows.append(RowResult(slot=row.slot, token_ids=tokens))
+        return StepResult(
+            step=plan.step, rows=tuple(rows), work=self._model.last_work, traffic=self._mover.report(waits=False)
         )
 
     def _pieces(self, rows: Sequence[RowPlan]) -> Iterator[list[_Segment]]:

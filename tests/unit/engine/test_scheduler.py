@@ -833,3 +833,60 @@ def test_an_engine_may_end_between_the_parts_of_a_step() -> None:
     harness.scheduler.check()
     harness.scheduler.check_idle()
     assert harness.scheduler.farewell() is not None
+
+
+# --- several steps at once ------------------------------------------------------------------------------------------
+
+
+def test_decodes_are_repeated_while_none_can_end() -> None:
+    """Two requests of 12 and 20 tokens, 8 at once: a step with the prompts, then until the first ends, then on."""
+    harness = Harness(layout(40), num_scheduler_steps=8)
+    harness.add(request("a", range(3), max_tokens=12), request("b", range(10, 14), max_tokens=20))
+    plans = harness.run()
+    assert [(len(plan.rows), plan.repeat) for plan in plans] == [(2, 1), (2, 8), (2, 3), (1, 8)]
+    harness.check_answers()
+
+
+def test_a_repetition_ends_early_where_a_row_ends() -> None:
+    expected = alone(request("a", range(3), max_tokens=12), layout(40).groups, 256)
+    harness = Harness(layout(40), num_scheduler_steps=8)
+    harness.add(
+        request("a", range(3), max_tokens=12, stop_token_ids=(expected.token_ids[4],)),
+        request("b", range(10, 14), max_tokens=20),
+    )
+    harness.run_steps(2)
+    assert harness.answer("a").finish_reason is FinishReason.STOP
+    assert len(harness.answer("a").token_ids) == len(harness.answer("b").token_ids) == 5
+    harness.run()
+    harness.check_answers()
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"grammar": "forces"}])
+def test_nothing_is_repeated_beside_a_request_that_is_watched(fields: dict[str, object]) -> None:
+    harness = Harness(layout(40), num_scheduler_steps=8)
+    harness.add(request("a", range(3), max_tokens=6), request("b", range(10, 14), max_tokens=6, **fields))
+    assert all(plan.repeat == 1 for plan in harness.run() if len(plan.rows) == 2)
+    harness.check_answers()
+
+
+def test_nothing_is_repeated_where_blocks_or_prompts_are_in_the_way() -> None:
+    harness = Harness(layout(2, block_size=4), num_scheduler_steps=8, max_num_batched_tokens=8)
+    harness.add(request("a", range(3), max_tokens=2))
+    harness.step()
+    harness.add(request("b", range(10, 30), max_tokens=1))
+    assert all(plan.repeat == 1 for plan in harness.run())
+    tight = Harness(layout(3, block_size=4), num_scheduler_steps=8)
+    tight.add(request("a", range(3), max_tokens=6), request("b", range(10, 13), max_tokens=6))
+    plans = tight.run()
+    assert plans[1].repeat == 1, "there are blocks for one of them"
+    tight.check_answers()
+
+
+def test_a_cancel_during_a_repetition_drops_all_of_it() -> None:
+    harness = Harness(layout(40), num_scheduler_steps=8)
+    harness.add(request("a", range(3), max_tokens=20), request("b", range(10, 14), max_tokens=20))
+    harness.step()
+    harness.step(cancel_in_flight=["a"])
+    assert len(harness.answer("a").token_ids) == 1 and len(harness.answer("b").token_ids) == 9
+    harness.run()
+    harness.check_answers(except_for=["a"])

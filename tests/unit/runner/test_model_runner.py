@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from octavo.backends.base import BackendModel, Batch
+from octavo.backends.base import BackendModel, Batch, Sampled, Sampler
 from octavo.backends.numpy import NumpyBackend
+from octavo.backends.numpy.backend import decode_step_by_step
 from octavo.backends.numpy.sampler import NumpySampler
 from octavo.contracts import (
     NULL_BLOCK,
@@ -58,6 +59,10 @@ class RecordingModel:
         logits[tokens == 13] = np.nan
         return logits
 
+    def decode(self, sampler: Sampler, batch: Batch, slots: Sequence[int], most: int) -> list[list[Sampled]]:
+        assert isinstance(sampler, NumpySampler)
+        return decode_step_by_step(self, sampler, batch, slots, most)
+
     def make_sampler(self, max_num_seqs: int) -> NumpySampler:
         return NumpySampler(max_num_seqs, self.vocab)
 
@@ -98,7 +103,11 @@ def row(
 
 
 def step(
-    runner: ModelRunner, *rows: RowPlan, starts: Sequence[SlotStart] = (), releases: Sequence[int] = ()
+    runner: ModelRunner,
+    *rows: RowPlan,
+    starts: Sequence[SlotStart] = (),
+    releases: Sequence[int] = (),
+    repeat: int = 1,
 ) -> tuple[RowResult, ...]:
     plan = StepPlan(
         step=7,
@@ -106,6 +115,7 @@ def step(
         starts=tuple(starts),
         rows=rows,
         num_tokens=sum(one.count for one in rows),
+        repeat=repeat,
     )
     result = runner.submit(plan).sample()
     assert result.step == 7 and [one.slot for one in result.rows] == [one.slot for one in rows]
@@ -305,3 +315,31 @@ def test_generation_equals_recomputing_from_scratch(cuts: Sequence[int], windows
         starts=[start(0, known, prompt=30)],
     )
     assert rows[0].token_ids == (expected[5],)
+
+
+# --- several steps at once ------------------------------------------------------------------------------------------
+
+
+def test_repeated_rows_go_on_from_what_they_sampled() -> None:
+    runner, model = fake_runner()
+    starts = [start(0, [1, 2, 3]), start(1, [7, 8])]
+    step(runner, row(0, 0, 3, (5,), sample=True), row(1, 0, 2, (6,), sample=True), starts=starts)
+    results = step(runner, row(0, 3, 1, (7,), sample=True), row(1, 2, 1, (), sample=True), repeat=3)
+    assert [one.token_ids for one in results] == [(5, 6, 7), (10, 11, 12)]
+    assert [batch.tokens.tolist() for batch in model.batches[1:]] == [[4, 9], [5, 10], [6, 11]]
+    assert [batch.positions.tolist() for batch in model.batches[1:]] == [[3, 2], [4, 3], [5, 4]]
+    (again, _) = step(runner, row(0, 6, 1, (), sample=True), row(1, 5, 1, (8,), sample=True))
+    assert again.token_ids == (8,)
+
+
+def test_a_repetition_ends_with_the_first_row_that_ends_or_fails() -> None:
+    runner, _ = fake_runner()
+    ending = TokenSampling(max_tokens=100, temperature=0.0, stop_token_ids=(6,))
+    starts = [start(0, [1, 2, 3], ending), start(1, [7, 8])]
+    step(runner, row(0, 0, 3, (5,), sample=True), row(1, 0, 2, (6,), sample=True), starts=starts)
+    results = step(runner, row(0, 3, 1, (7, 9), sample=True), row(1, 2, 1, (8,), sample=True), repeat=9)
+    assert [one.token_ids for one in results] == [(5, 6), (10, 11)]
+    # Token 13 gives logits without a number: the other row keeps what it got beside it.
+    results = step(runner, row(0, 5, 1, (), sample=True), row(1, 4, 1, (10,), sample=True), repeat=9)
+    assert results[0].token_ids == (7, 8, 9) and results[0].error is None
+    assert results[1].token_ids == () and results[1].error is not None

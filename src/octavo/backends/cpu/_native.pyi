@@ -77,6 +77,18 @@ class Program:
         tables: Sequence[_I32],
         logit_rows: _I32,
     ) -> _F32: ...
+    def decode(
+        self,
+        pool: Pool,
+        sampler: Sampler,
+        tokens: _I32,
+        positions: _I32,
+        row_starts: _I32,
+        tables: Sequence[_I32],
+        logit_rows: _I32,
+        slots: _I32,
+        max_steps: int,
+    ) -> tuple[list[int], list[int], tuple[float, int, int, int]]: ...
     @property
     def vocab(self) -> int: ...
     @property

@@ -7,7 +7,7 @@ are bfloat16, float32 with dtype float32, or int8 on request. A row's bits depen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from octavo.backends.base import (
     KVDType,
     KVFormat,
     Progress,
+    Sampled,
     Sampler,
 )
 from octavo.backends.cpu import _native
@@ -132,6 +133,8 @@ class CpuModel:
         self._isa = program.isa
         self._weight_bytes = weight_bytes
         self._kv_format: KVFormat = kv_format
+        self._work: ForwardWork | None = None
+        """Of the last `decode`, if no forward followed."""
 
     @property
     def bytes_per_kv_value(self) -> float:
@@ -186,12 +189,21 @@ class CpuModel:
         """See `BackendModel`. Raises ValueError for a batch that does not fit the model or the cache."""
         program, pool = self._open(), self._pool
         assert pool is not None
+        self._work = None
         return program.run(pool, batch.tokens, batch.positions, batch.row_starts, list(batch.tables), batch.logit_rows)
+
+    def decode(self, sampler: Sampler, batch: Batch, slots: Sequence[int], most: int) -> list[list[Sampled]]:
+        """See `BackendModel`: one native call. Raises ValueError as `forward` and `Sampler.sample` do."""
+        program, pool = self._open(), self._pool
+        assert pool is not None and isinstance(sampler, CpuSampler)
+        steps, work = sampler.decode(program, pool, batch, slots, most)
+        self._work = ForwardWork(*work)
+        return steps
 
     @property
     def last_work(self) -> ForwardWork:
         """Counted natively, with the batch."""
-        return ForwardWork(*self._open().work)
+        return self._work or ForwardWork(*self._open().work)
 
     def make_sampler(self, max_num_seqs: int) -> Sampler:
         """A native sampler of the same instruction set. It shares the threads, and keeps them while it lives."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from octavo.backends.base import F32, I32, NAN_LOGITS, NOTHING_LEFT, RowMasks, Sampled
+from octavo.backends.base import F32, I32, NAN_LOGITS, NOTHING_LEFT, Batch, RowMasks, Sampled
 from octavo.backends.cpu import _native
 from octavo.contracts import TokenLogprobs, TokenSampling
 from octavo.errors import EngineError
@@ -75,6 +75,32 @@ class CpuSampler:
                 tokens.tolist(), statuses.tolist(), _token_logprobs(*logprobs), strict=True
             )
         ]
+
+    def decode(
+        self, program: _native.Program, pool: _native.Pool, batch: Batch, slots: Sequence[int], most: int
+    ) -> tuple[list[list[Sampled]], tuple[float, int, int, int]]:
+        """Steps as `BackendModel.decode` says, and the work of their forwards."""
+        tokens, statuses, work = program.decode(
+            pool,
+            self._native,
+            batch.tokens,
+            batch.positions,
+            batch.row_starts,
+            list(batch.tables),
+            batch.logit_rows,
+            np.array(slots, np.int32),
+            most,
+        )
+        steps = [
+            [Sampled(token) for token in tokens[begin : begin + len(slots)]]
+            for begin in range(0, len(tokens), len(slots))
+        ]
+        if any(statuses):
+            steps[-1] = [
+                Sampled(token, error=_ERRORS[status] if status else None)
+                for token, status in zip(tokens[-len(slots) :], statuses, strict=True)
+            ]
+        return steps, work
 
     def score(self, logits: F32, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets and of the most likely tokens. See `Sampler.score`."""

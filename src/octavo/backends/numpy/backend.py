@@ -8,14 +8,27 @@ agree to about 1e-5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.backends.base import F32, I32, U8, BackendModel, Batch, DType, Forward, KVDType, KVFormat, Progress, Sampler
+from octavo.backends.base import (
+    F32,
+    I32,
+    U8,
+    BackendModel,
+    Batch,
+    DType,
+    Forward,
+    KVDType,
+    KVFormat,
+    Progress,
+    Sampled,
+    Sampler,
+)
 from octavo.backends.numpy.sampler import NumpySampler
 from octavo.contracts import KVLayout
 from octavo.errors import ConfigError
@@ -158,6 +171,11 @@ class NumpyModel:
         logits: F32 = self._forward(ops, self._weights, _Inputs(batch.tokens, batch.logit_rows))
         return logits
 
+    def decode(self, sampler: Sampler, batch: Batch, slots: Sequence[int], most: int) -> list[list[Sampled]]:
+        """See `BackendModel`."""
+        assert isinstance(sampler, NumpySampler)
+        return decode_step_by_step(self, sampler, batch, slots, most)
+
     @property
     def last_work(self) -> None:
         """Not counted."""
@@ -171,6 +189,21 @@ class NumpyModel:
         """Drops weights and cache."""
         self._weights = {}
         self._caches = {}
+
+
+def decode_step_by_step(
+    model: BackendModel, sampler: NumpySampler, batch: Batch, slots: Sequence[int], most: int
+) -> list[list[Sampled]]:
+    """`BackendModel.decode` in terms of a forward and a sampler."""
+    steps: list[list[Sampled]] = []
+    while len(steps) < most:
+        sampled = sampler.sample(model.forward(batch), slots, (batch.positions + 1).tolist())
+        steps.append(sampled)
+        if any(row.error or sampler.ends(slot, row.token) for slot, row in zip(slots, sampled, strict=True)):
+            break
+        tokens = np.array([row.token for row in sampled], np.int32)
+        batch = msgspec.structs.replace(batch, tokens=tokens, positions=batch.positions + 1)
+    return steps
 
 
 class _Inputs(msgspec.Struct, frozen=True):

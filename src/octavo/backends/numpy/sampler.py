@@ -81,6 +81,11 @@ class NumpySampler:
             raise ValueError(f"a slot appears twice in one step: {list(slots)}")
         return [_sample(*row) for row in zip(logits, bound, positions, allowed, strict=True)]
 
+    def ends(self, slot: int, token: int) -> bool:
+        """Whether a token is one of the slot's end or stop ids."""
+        sampling = self._bound(slot).sampling
+        return token in sampling.eos_token_ids or token in sampling.stop_token_ids
+
     def score(self, logits: F32, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets and of the most likely tokens. See `Sampler.score`."""
         self._check_shape(logits, len(targets))

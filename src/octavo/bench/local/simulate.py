@@ -103,7 +103,7 @@ class _Executor:
 
     def __init__(self, costs: Costs, clock: _Clock) -> None:
         self._costs, self._clock = costs, clock
-        self._answers: dict[tuple[Slot, bool], RowResult] = {}
+        self._answers: dict[tuple[Slot, int], RowResult] = {}
 
     def submit(self, plan: StepPlan) -> _Step:
         """Nothing happens before `sample`."""
@@ -113,22 +113,22 @@ class _Executor:
         """Holds nothing."""
 
     def result(self, plan: StepPlan) -> StepResult:
-        rows = plan.rows
+        rows, repeat = plan.rows, plan.repeat
         scheduler, serving = self._costs.scheduler, self._costs.serving
-        num_sampled = sum(row.sample for row in rows)
+        num_sampled = repeat * sum(row.sample for row in rows)
         self._clock.now_s += (
-            self._costs.step.step_s(rows)
+            repeat * self._costs.step.step_s(rows)
             + scheduler.step
             + scheduler.row * len(rows)
             + serving.step
             + serving.token * num_sampled
         )
-        return StepResult(step=plan.step, rows=tuple(self._answer(row.slot, row.sample) for row in rows))
+        return StepResult(step=plan.step, rows=tuple(self._answer(row.slot, repeat * row.sample) for row in rows))
 
-    def _answer(self, slot: Slot, sample: bool) -> RowResult:
-        answer = self._answers.get((slot, sample))
+    def _answer(self, slot: Slot, num_tokens: int) -> RowResult:
+        answer = self._answers.get((slot, num_tokens))
         if answer is None:
-            answer = self._answers[slot, sample] = RowResult(slot=slot, token_ids=(0,) if sample else ())
+            answer = self._answers[slot, num_tokens] = RowResult(slot=slot, token_ids=(0,) * num_tokens)
         return answer
 
 
