@@ -336,10 +336,14 @@ void decoding_is_steps_in_a_row() {
   for (const auto& program : recorded.programs) {
     const auto sampler = [&](std::vector<std::int32_t> end_ids) {
       auto made = std::make_unique<Sampler>(kernels_for(program->isa()), 2, kVocab, &pool);
-      for (const std::int32_t slot : slots)
-        made->start(slot,
-                    {.temperature = 1.5, .seed = 5, .choice = static_cast<std::uint32_t>(slot), .end_ids = end_ids},
-                    std::vector<std::int32_t>{3}, 1);
+      for (const std::int32_t slot : slots) {
+        Sampling sampling;
+        sampling.temperature = 1.5;
+        sampling.seed = 5;
+        sampling.choice = static_cast<std::uint32_t>(slot);
+        sampling.end_ids = end_ids;
+        made->start(slot, sampling, std::vector<std::int32_t>{3}, 1);
+      }
       return made;
     };
     const auto batch = [&](const std::vector<std::int32_t>& tokens, const std::vector<std::int32_t>& positions) {
