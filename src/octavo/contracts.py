@@ -290,8 +290,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` is empty when the row did not sample. The executor gives one token, or with `StepPlan.repeat` more, to all rows without an
     error as many; those that a grammar forces after a single one are added by the loop. `prompt_logprobs`, when the request asks for
-    them, has one entry for each prompt position start+1..start+count that is still within the prompt. `error` ends this request alone;
-    with `invalid_request` the request itself is to blame for it.
+    them, has one entry for each prompt position start+1..start+count that is still within the prompt. `error` ends this request alone,
+    and what a repetition gave it before is dropped; with `invalid_request` the request itself is to blame for it.
     """
 
     slot: Slot

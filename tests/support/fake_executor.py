@@ -284,6 +284,7 @@ class FakeExecutor:
         assert plan.repeat == 1 or all(row.count == 1 and row.sample for row in plan.rows), (
             "a repeated row is no decode"
         )
+        assert plan.repeat == 1 or plan.rows, "nothing is repeated"
         assert len(set(plan.releases)) == len(plan.releases), "a slot released twice"
         for slot in plan.releases:
             assert slot in self._slots or slot in self._unknown_slots, f"release of slot {slot}, which is free"

@@ -23,6 +23,9 @@ LEAST_REST = 16
 """Prompts that start go ahead of the others of their step if those are at least `LEAST_REST` tokens, and they at most `AHEAD_PER_REST`
 times as many. Fewer tokens of others would not delay them much, and weights are read twice for it."""
 
+MOST_AHEAD = 2
+"""Parts of a step that go ahead. Each is a forward, however few its tokens, so others would starve beside tiny prompts that keep coming."""
+
 
 class Draft:
     """One step to be. `num_decodes` counts the running requests that compute one token each."""
@@ -30,6 +33,7 @@ class Draft:
     __slots__ = (
         "_bounds",
         "_budget",
+        "_num_ahead",
         "_num_decodes",
         "num_tokens",
         "partial",
@@ -44,6 +48,7 @@ class Draft:
         self._budget = budget
         self._bounds = bounds
         self._num_decodes = num_decodes
+        self._num_ahead = 0
         self.work: dict[Request, int] = {}
         """Tokens to be computed of each request that runs."""
         self.num_tokens = 0
@@ -112,9 +117,11 @@ class Draft:
         short = [request for request in self.starts if not request.is_long and request not in self.partial]
         num_short = sum(self.work[request] for request in short)
         others = self.num_tokens - num_short
-        if others < LEAST_REST or num_short > AHEAD_PER_REST * others:
+        if others < LEAST_REST or num_short > AHEAD_PER_REST * others or self._num_ahead == MOST_AHEAD:
             return []
-        return [request for request in short if request in rest]
+        ahead = [request for request in short if request in rest]
+        self._num_ahead += bool(ahead)
+        return ahead
 
     def drop(self, request: Request) -> None:
         """Takes out a request that is preempted."""

@@ -308,10 +308,11 @@ class Scheduler:
         Only where nothing is to be known of them between two tokens.
         """
         repeat = self._num_steps
-        if repeat == 1 or draft.untold or draft.partial or draft.num_tokens != len(draft.work):
+        if repeat == 1 or not draft.work or draft.untold or draft.partial or draft.num_tokens != len(draft.work):
             return 1
         for request in draft.work:
-            if request.spec.grammar is not None or request.spec.sampling.logprobs is not None:
+            watched = request.spec.grammar is not None or request.spec.sampling.logprobs is not None
+            if watched or request.first_token_s is None:
                 return 1
             repeat = min(repeat, request.max_known - request.num_known)
         wanted = [(request.blocks, request.num_computed + repeat) for request in draft.work]
@@ -386,14 +387,10 @@ class Scheduler:
         if end > request.blocks.num_tokens and self._kv.allocate(request.blocks, end) is None:
             return False
         draft.give(request, count)
-        self._charge(request, end)
-        return True
-
-    def _charge(self, request: Request, end: int) -> None:
-        """Counts what is computed before a position as service; what is computed again is none."""
-        if end > request.num_charged:
+        if end > request.num_charged:  # what is computed again is no service
             self._policy.charge(request, end - request.num_charged + (end == len(request.token_ids)))
             request.num_charged = end
+        return True
 
     def _row(self, request: Request, count: int) -> RowPlan:
         end = request.num_computed + count
@@ -675,7 +672,10 @@ class Scheduler:
                 # All but the last were computed too.
                 request.num_computed += count - 1
                 self._kv.publish(request.blocks, request.token_ids, request.num_computed)
-                self._charge(request, request.num_computed)
+                if request.num_computed > request.num_charged:
+                    # Each was sampled as well.
+                    self._policy.charge(request, 2 * (request.num_computed - request.num_charged))
+                    request.num_charged = request.num_computed
             else:
                 request.num_untold = count - 1
             self._tally.num_generated_tokens += count

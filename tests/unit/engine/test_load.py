@@ -83,6 +83,19 @@ def test_short_prompts_do_not_wait_for_all_streams_twice(num_streams: int) -> No
     assert num_tokens >= 0.95 * together[3]
 
 
+def test_prompts_of_one_token_that_keep_coming_do_not_hold_up_streams() -> None:
+    """A new one comes with every forward. A stream waits for a few of those, not for as many as there are tokens to spare."""
+    server = VirtualServer(max_num_seqs=200)
+    for _ in range(64):
+        server.add("stream", 4, 100)
+    server.run(1.0)
+    for _ in range(200):
+        server.add("tiny", 1, 1)
+        server.run(server.now_s + 1e-9)
+    numbers = [plan.step for _, plan in server.steps]
+    assert max(numbers.count(number) for number in set(numbers)) == draft.MOST_AHEAD + 1
+
+
 def test_a_long_prompt_every_few_seconds_beside_chats() -> None:
     def mixed(long: bool, **config: object) -> tuple[float, float, float]:
         server = VirtualServer(**config)

@@ -13,7 +13,7 @@ from octavo.engine import Scheduler, token_budget
 from octavo.engine.blocks import InvariantError
 from octavo.errors import ConfigError, EngineDeadError, EngineError
 from octavo.runner.scripted import ScriptedExecutor
-from support.fake_executor import Answer, Faults, Harness, alone, layout, request
+from support.fake_executor import Answer, FakeDisk, Faults, Harness, alone, layout, request
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
@@ -749,16 +749,25 @@ def test_a_short_prompt_goes_ahead_of_many_others_of_its_step() -> None:
 
 
 def test_prompts_that_come_while_others_go_ahead_join_the_step_as_far_as_it_has_room() -> None:
-    """Of 12 tokens each, four go ahead, which are as many tokens as may beside 16 others; the fifth is computed with those."""
+    """Of 12 tokens each, two parts go ahead; who comes during the second is computed with the others, however small."""
     harness = streaming(max_num_seqs=30)
     plans = []
-    for number in range(6):
+    for number in range(4):
         harness.add(request(f"short {number}", range(20 * number, 20 * number + 12), max_tokens=3))
         plans.append(harness.step())
-    assert [[count for _, _, count, _ in rows(plan)] for plan in plans[:5]] == [[12]] * 4 + [[1] * 16 + [12]]
-    assert [plan.step - plans[0].step for plan in plans if plan is not None and plans[0] is not None] == [0] * 5 + [1]
+    assert [[count for _, _, count, _ in rows(plan)] for plan in plans] == [[12], [12], [1] * 16 + [12], [12]]
+    assert [plan.step - plans[0].step for plan in plans if plan is not None and plans[0] is not None] == [0, 0, 0, 1]
     harness.run()
     harness.check_answers()
+
+
+def test_prompts_that_join_do_not_go_ahead_beyond_their_share_of_tokens() -> None:
+    """Three times 16 tokens may: 40 do, and 12 more are computed with the others."""
+    harness = streaming(max_num_seqs=30)
+    harness.add(request("short", range(40), max_tokens=3))
+    harness.step()
+    harness.add(request("late", range(60, 72), max_tokens=3))
+    assert [count for _, _, count, _ in rows(harness.step())] == [1] * 16 + [12]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
@@ -867,6 +876,39 @@ def test_nothing_is_repeated_beside_a_request_that_is_watched(fields: dict[str, 
     harness.add(request("a", range(3), max_tokens=6), request("b", range(10, 14), max_tokens=6, **fields))
     assert all(plan.repeat == 1 for plan in harness.run() if len(plan.rows) == 2)
     harness.check_answers()
+
+
+def test_repeated_tokens_count_as_much_service_as_others() -> None:
+    counters = []
+    for steps in (1, 8):
+        harness = Harness(layout(40), num_scheduler_steps=steps, scheduling_policy="fair")
+        harness.add(request("a", range(3), max_tokens=40, tenant="a"))
+        harness.run_steps(1 + 16 // steps)
+        counters.append(harness.scheduler._policy._tenants["a"].counter)  # type: ignore[attr-defined]
+    assert counters[0] == counters[1]
+
+
+def test_a_first_token_does_not_wait_for_others() -> None:
+    """The last chunk of a prompt is one token, as of those that decode."""
+    harness = Harness(layout(40), num_scheduler_steps=8, max_num_batched_tokens=8)
+    harness.add(request("a", range(9), max_tokens=12))
+    assert [plan.repeat for plan in harness.run()][:3] == [1, 1, 8]
+
+
+def test_nothing_is_repeated_while_all_wait_for_the_disk() -> None:
+    disk = FakeDisk(fetch_steps=3)
+    first = Harness(layout(40), disk=disk, disk_blocks=40)
+    first.add(request("a", range(40), max_tokens=2))
+    first.run()
+    plan = first.scheduler.farewell()
+    assert plan is not None
+    first.executor.submit(plan).sample()
+    again = Harness(layout(40), disk=disk, disk_blocks=40, num_scheduler_steps=8)
+    again.add(request("a", range(40), max_tokens=2))
+    plans = again.run()
+    assert not plans[0].rows and plans[0].repeat == 1
+    assert again.answer("a").num_cached_tokens
+    again.check_answers()
 
 
 def test_nothing_is_repeated_where_blocks_or_prompts_are_in_the_way() -> None:
