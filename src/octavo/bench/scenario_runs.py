@@ -140,7 +140,5 @@ def _medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[key] = [statistics.median(column) for column in zip(*values, strict=True)]
         else:
             merged[key] = first
-    merged["rounds"] = [
-        {key: value for key, value in found.items() if isinstance(value, (int, float))} for found in rounds
-    ]
-    return merged
+    numbers = [{key: value for key, value in found.items() if isinstance(value, (int, float))} for found in rounds]
+    return merged | {"rounds": numbers} if any(numbers) else merged

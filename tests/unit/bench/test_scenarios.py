@@ -48,7 +48,9 @@ def test_fairness_is_the_policys() -> None:
 
 def test_rounds_are_merged_by_medians() -> None:
     result = _simulated("short", rounds=3)
-    run = result["runs"]["beside 48 answers"]["kinds"]["short"]
+    kinds = result["runs"]["beside 48 answers"]["kinds"]
+    assert set(kinds) == {"streams", "short"}
+    run = kinds["short"]
     rounds = sorted(one["p95_ttft_ms"] for one in run["rounds"])
     assert len(rounds) == 3 and rounds[0] < rounds[2]  # seeds differ
     assert run["p95_ttft_ms"] == rounds[1]
