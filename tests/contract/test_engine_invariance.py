@@ -26,7 +26,6 @@ from octavo.contracts import (
     TokenLogprobs,
     TokenSampling,
 )
-from octavo.engine import draft
 from octavo.engine.scheduler import Scheduler
 from octavo.models import ModelSpec, make_forward
 from octavo.quant import Format
@@ -38,13 +37,7 @@ from support.tiny_models import random_tensors, tiny_spec
 SPECS = {"full": tiny_spec(), "windows": tiny_spec(windows=(None, 24), qkv_bias=True)}
 MAX_MODEL_LEN = 256
 
-
-@pytest.fixture(scope="module", autouse=True)
-def small_rests() -> Iterator[None]:
-    """Short prompts go ahead of whatever few others there are, so that steps in two parts are common here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft, "LEAST_REST", 1)
-        yield
+pytestmark = pytest.mark.usefixtures("small_rests")
 
 
 class Answer(msgspec.Struct):

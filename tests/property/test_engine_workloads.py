@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -11,20 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.contracts import FinishReason, GenerateRequest, KVLayout, RequestId, Retention
-from octavo.engine import blocks_needed, capacity_tokens, draft
+from octavo.engine import blocks_needed, capacity_tokens
 from support.fake_executor import FORCES, VOCABULARY, FakeDisk, Faults, Harness, layout, request
+
+pytestmark = pytest.mark.usefixtures("small_rests")
 
 MAX_MODEL_LEN = 64
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_rests() -> Iterator[None]:
-    """Short prompts go ahead of whatever few others there are, so that steps in two parts are common here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft, "LEAST_REST", 1)
-        yield
-
 
 STEMS = [tuple(range(40)), (*range(9), *range(50, 81)), (7,) * 40]
 """Prompts are beginnings of these with a short tail, so that many share a prefix and differ inside or at the edge of a block."""

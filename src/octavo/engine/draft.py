@@ -17,11 +17,10 @@ SHORT_PER_CHUNK = 1.5
 """Tokens of prompts in a step beside decodes, as a multiple of what long ones may have, beyond which no further short one starts. By
 simulation: less has short ones wait for one another, more gives uneven steps."""
 
-
 AHEAD_PER_REST = 3
 LEAST_REST = 16
 """Prompts that start go ahead of the others of their step if those are at least `LEAST_REST` tokens, and they at most `AHEAD_PER_REST`
-times as many. Fewer tokens of others would not delay them much, and weights are read twice for it."""
+times as many. Fewer tokens of others would not delay them much, and weights are read once more for it."""
 
 MOST_AHEAD = 2
 """Parts of a step that go ahead. Each is a forward, however few its tokens, so others would starve beside tiny prompts that keep coming."""

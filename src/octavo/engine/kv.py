@@ -574,8 +574,7 @@ class KVManager:
         """
         if num_tokens <= sequence.num_tokens:
             return self._nothing_new
-        size = -(-num_tokens // self.block_size)
-        count = size - sequence.num_tokens // self.block_size
+        count = self._missing(sequence, num_tokens)
         if any(pool.num_free < count for pool in self.pools):
             return None
         new = []
@@ -583,15 +582,16 @@ class KVManager:
             blocks = pool.allocate(count)
             table.extend(blocks)
             new.append(tuple(blocks))
-        sequence.num_tokens = size * self.block_size
+        sequence.num_tokens += count * self.block_size
         return tuple(new)
+
+    def _missing(self, sequence: SequenceBlocks, num_tokens: int) -> int:
+        """Blocks per group that a sequence lacks to hold so many positions."""
+        return max(0, -(-num_tokens // self.block_size) - sequence.num_tokens // self.block_size)
 
     def has_room(self, wanted: Sequence[tuple[SequenceBlocks, int]]) -> bool:
         """Whether all these sequences can grow to hold so many positions."""
-        count = sum(
-            max(0, -(-num_tokens // self.block_size) - sequence.num_tokens // self.block_size)
-            for sequence, num_tokens in wanted
-        )
+        count = sum(self._missing(sequence, num_tokens) for sequence, num_tokens in wanted)
         return all(pool.num_free >= count for pool in self.pools)
 
     def publish(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:

@@ -387,10 +387,14 @@ class Scheduler:
         if end > request.blocks.num_tokens and self._kv.allocate(request.blocks, end) is None:
             return False
         draft.give(request, count)
-        if end > request.num_charged:  # what is computed again is no service
-            self._policy.charge(request, end - request.num_charged + (end == len(request.token_ids)))
-            request.num_charged = end
+        self._charge(request, end, num_sampled=int(end == len(request.token_ids)))
         return True
+
+    def _charge(self, request: Request, end: int, num_sampled: int) -> None:
+        """Counts as service what is computed before a position, and sampled; what is computed again is none."""
+        if end > request.num_charged:
+            self._policy.charge(request, end - request.num_charged + num_sampled)
+            request.num_charged = end
 
     def _row(self, request: Request, count: int) -> RowPlan:
         end = request.num_computed + count
@@ -672,10 +676,7 @@ class Scheduler:
                 # All but the last were computed too.
                 request.num_computed += count - 1
                 self._kv.publish(request.blocks, request.token_ids, request.num_computed)
-                if request.num_computed > request.num_charged:
-                    # Each was sampled as well.
-                    self._policy.charge(request, 2 * (request.num_computed - request.num_charged))
-                    request.num_charged = request.num_computed
+                self._charge(request, request.num_computed, num_sampled=count - 1)
             else:
                 request.num_untold = count - 1
             self._tally.num_generated_tokens += count

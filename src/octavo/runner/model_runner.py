@@ -123,11 +123,13 @@ class ModelRunner:
         self._starts[start.slot] = start
 
     def _append(self, row: RowPlan) -> None:
-        forced = np.array(row.forced, np.int32)
-        known = self._num_known[row.slot]
-        self._tokens[row.slot, known : known + len(forced)] = forced
-        self._num_known[row.slot] = known + len(forced)
-        self._sampler.extend(row.slot, forced)
+        self._know(row.slot, row.forced)
+        self._sampler.extend(row.slot, np.array(row.forced, np.int32))
+
+    def _know(self, slot: int, token_ids: Sequence[int]) -> None:
+        known = self._num_known[slot]
+        self._tokens[slot, known : known + len(token_ids)] = token_ids
+        self._num_known[slot] = known + len(token_ids)
 
     def _update_tables(self, row: RowPlan) -> None:
         for group, blocks in enumerate(row.new_blocks):
@@ -171,9 +173,7 @@ class ModelRunner:
                 rows.append(_row_result(row, _Outcome(sampled=sampled[-1])))
                 continue
             tokens = tuple(one.token for one in sampled)
-            known = self._num_known[row.slot]
-            self._tokens[row.slot, known : known + len(tokens)] = tokens
-            self._num_known[row.slot] = known + len(tokens)
+            self._know(row.slot, tokens)
             rows.append(RowResult(slot=row.slot, token_ids=tokens))
         return StepResult(
             step=plan.step, rows=tuple(rows), work=self._model.last_work, traffic=self._mover.report(waits=False)

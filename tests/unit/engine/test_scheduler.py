@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -11,6 +11,7 @@ from octavo.config import SchedulerConfig
 from octavo.contracts import FinishReason, ForwardWork, GenerateRequest, RequestId, RowResult, StepPlan, StepResult
 from octavo.engine import Scheduler, token_budget
 from octavo.engine.blocks import InvariantError
+from octavo.engine.policy import Fair
 from octavo.errors import ConfigError, EngineDeadError, EngineError
 from octavo.runner.scripted import ScriptedExecutor
 from support.fake_executor import Answer, FakeDisk, Faults, Harness, alone, layout, request
@@ -21,14 +22,9 @@ def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
     return [(row.slot, row.start, row.count, row.sample) for row in plan.rows]
 
 
-def streaming(num_streams: int = 16, max_num_seqs: int = 20, **settings: object) -> Harness:
+def streaming(num_streams: int = 16, max_num_seqs: int = 20, **settings: Any) -> Harness:
     """A scheduler with so many requests that decode."""
-    harness = Harness(
-        layout(200),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=128,
-        **settings,  # type: ignore[arg-type]
-    )
+    harness = Harness(layout(200), max_num_seqs=max_num_seqs, max_num_batched_tokens=128, **settings)
     harness.add(*(request(f"stream {number}", (number, 1, 2), max_tokens=9) for number in range(num_streams)))
     harness.run_steps(2)
     return harness
@@ -731,7 +727,7 @@ def test_check_finds_a_lost_request_and_idle_leaks() -> None:
         harness.scheduler.check_idle()
 
 
-# --- steps in two parts ---------------------------------------------------------------------------------------------
+# --- steps in parts ---------------------------------------------------------------------------------------------
 
 
 def test_a_short_prompt_goes_ahead_of_many_others_of_its_step() -> None:
@@ -884,7 +880,9 @@ def test_repeated_tokens_count_as_much_service_as_others() -> None:
         harness = Harness(layout(40), num_scheduler_steps=steps, scheduling_policy="fair")
         harness.add(request("a", range(3), max_tokens=40, tenant="a"))
         harness.run_steps(1 + 16 // steps)
-        counters.append(harness.scheduler._policy._tenants["a"].counter)  # type: ignore[attr-defined]
+        policy = harness.scheduler._policy
+        assert isinstance(policy, Fair)
+        counters.append(policy._tenants["a"].counter)
     assert counters[0] == counters[1]
 
 

@@ -133,8 +133,7 @@ class CpuModel:
         self._isa = program.isa
         self._weight_bytes = weight_bytes
         self._kv_format: KVFormat = kv_format
-        self._work: ForwardWork | None = None
-        """Of the last `decode`, if no forward followed."""
+        self._work = ForwardWork(forward_s=0.0, weight_bytes=0, kv_bytes=0, ops=0)
 
     @property
     def bytes_per_kv_value(self) -> float:
@@ -189,8 +188,11 @@ class CpuModel:
         """See `BackendModel`. Raises ValueError for a batch that does not fit the model or the cache."""
         program, pool = self._open(), self._pool
         assert pool is not None
-        self._work = None
-        return program.run(pool, batch.tokens, batch.positions, batch.row_starts, list(batch.tables), batch.logit_rows)
+        logits = program.run(
+            pool, batch.tokens, batch.positions, batch.row_starts, list(batch.tables), batch.logit_rows
+        )
+        self._work = ForwardWork(*program.work)
+        return logits
 
     def decode(self, sampler: Sampler, batch: Batch, slots: Sequence[int], most: int) -> list[list[Sampled]]:
         """See `BackendModel`: one native call. Raises ValueError as `forward` and `Sampler.sample` do."""
@@ -203,7 +205,7 @@ class CpuModel:
     @property
     def last_work(self) -> ForwardWork:
         """Counted natively, with the batch."""
-        return self._work or ForwardWork(*self._open().work)
+        return self._work
 
     def make_sampler(self, max_num_seqs: int) -> Sampler:
         """A native sampler of the same instruction set. It shares the threads, and keeps them while it lives."""
