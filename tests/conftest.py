@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 # Before numpy is imported: OpenBLAS threads spin at barriers, and take ten times as long when the cores are shared.
@@ -25,13 +24,3 @@ def smollm2() -> Path:
     from octavo.loaders.catalogue import ensure
 
     return ensure("smollm2-135m")
-
-
-@pytest.fixture(scope="module")
-def small_rests() -> Iterator[None]:
-    """Short prompts go ahead of whatever few others there are, so that steps in parts are common."""
-    from octavo.engine import draft
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft, "LEAST_REST", 1)
-        yield

@@ -37,8 +37,6 @@ from support.tiny_models import random_tensors, tiny_spec
 SPECS = {"full": tiny_spec(), "windows": tiny_spec(windows=(None, 24), qkv_bias=True)}
 MAX_MODEL_LEN = 256
 
-pytestmark = pytest.mark.usefixtures("small_rests")
-
 
 class Answer(msgspec.Struct):
     """What one request got."""
@@ -90,6 +88,7 @@ class Engine:
             enable_prefix_caching=caching,
             swap_bytes=swap_blocks * max(group.bytes_per_token for group in groups) * block_size,
             disk=disk,
+            least_part=1,
             namespace=namespace,
         )
         self.runner = ModelRunner(model, layout, max_num_seqs=max_num_seqs, max_model_len=MAX_MODEL_LEN, kv_files=files)

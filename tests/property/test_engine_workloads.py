@@ -14,8 +14,6 @@ from octavo.contracts import FinishReason, GenerateRequest, KVLayout, RequestId,
 from octavo.engine import blocks_needed, capacity_tokens
 from support.fake_executor import FORCES, VOCABULARY, FakeDisk, Faults, Harness, layout, request
 
-pytestmark = pytest.mark.usefixtures("small_rests")
-
 MAX_MODEL_LEN = 64
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -88,6 +86,7 @@ def harnesses(draw: st.DrawFn, requests: Sequence[GenerateRequest], faults: Faul
         disk_blocks=draw(st.sampled_from([0, 4, 100])) if caching else 0,
         disk=FakeDisk(fetch_steps=draw(st.integers(0, 3)), max_writes=draw(st.sampled_from([1, 1000]))),
         enable_chunked_prefill=chunked,
+        least_part=draw(st.integers(1, 3)),
         faults=faults,
         long_prefill_token_threshold=draw(st.sampled_from([None, 0, 1, 3, 10])) if chunked else None,
         max_long_partial_prefills=draw(st.sampled_from([None, 2])) if chunked else None,
@@ -136,6 +135,7 @@ def test_a_pool_of_one_requests_need_serves_all(policy: str, data: st.DataObject
         max_num_seqs=6,
         max_num_batched_tokens=budget,
         max_model_len=MAX_MODEL_LEN,
+        least_part=1,
         scheduling_policy=policy,
     )
     harness.add(*requests)

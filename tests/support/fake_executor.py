@@ -46,7 +46,7 @@ from octavo.contracts import (
     TokenSampling,
     TrafficReport,
 )
-from octavo.engine import Scheduler
+from octavo.engine import DEFAULT_LEAST_PART, Scheduler
 from octavo.errors import EngineError
 
 VOCABULARY = 97
@@ -543,6 +543,7 @@ class Harness:
         swap_blocks: int = 0,
         disk: FakeDisk | None = None,
         disk_blocks: int = 0,
+        least_part: int | None = DEFAULT_LEAST_PART,
         namespace: bytes = b"model",
         faults: Faults | None = None,
         **scheduling: object,
@@ -565,6 +566,7 @@ class Harness:
             max_pinned_tokens=max_pinned_tokens,
             swap_bytes=swap_blocks * 8 * kv.block_size,
             disk=self._space(disk_blocks) if disk_blocks else None,
+            least_part=least_part,
             namespace=namespace,
             clock=self.clock,
         )

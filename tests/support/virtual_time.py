@@ -23,15 +23,10 @@ from octavo.contracts import (
     StepResult,
     TokenSampling,
 )
-from octavo.engine import Scheduler
+from octavo.engine import DEFAULT_LEAST_PART, Scheduler
 
 BASE_S, TOKEN_S = 0.008, 0.0009
 """About what a step and each of its tokens cost with a model of 135 M parameters on two cores."""
-
-
-def cost_s(plan: StepPlan) -> float:
-    """Duration of a step."""
-    return BASE_S + TOKEN_S * plan.num_tokens
 
 
 @dataclass
@@ -53,17 +48,26 @@ class Story:
 
 
 class VirtualServer:
-    """One scheduler and its load. `check` calls the invariants after every step."""
+    """One scheduler and its load. `check` calls the invariants after every step, or part of one; each takes at least `base_s`."""
 
     def __init__(
-        self, num_blocks: int = 4096, *, check: bool = False, max_model_len: int = 8192, **config: object
+        self,
+        num_blocks: int = 4096,
+        *,
+        check: bool = False,
+        max_model_len: int = 8192,
+        least_part: int | None = DEFAULT_LEAST_PART,
+        base_s: float = BASE_S,
+        **config: object,
     ) -> None:
+        self._base_s = base_s
         self.now_s = 0.0
         layout = KVLayout(block_size=16, groups=(KVGroup(layers=(0,)),), num_blocks=(num_blocks,))
         self.scheduler = Scheduler(
             layout,
             SchedulerConfig(**config),  # type: ignore[arg-type]
             max_model_len=max_model_len,
+            least_part=least_part,
             clock=lambda: self.now_s,
         )
         self.stories: dict[str, Story] = {}
@@ -132,7 +136,7 @@ class VirtualServer:
             self._take(self.scheduler.flush())
 
     def _step(self, plan: StepPlan) -> None:
-        self.now_s += cost_s(plan)
+        self.now_s += self._base_s + TOKEN_S * plan.num_tokens
         self.num_computed += plan.num_tokens
         rows = tuple(RowResult(slot=row.slot, token_ids=(1,) if row.sample else ()) for row in plan.rows)
         result = StepResult(step=plan.step, rows=rows)

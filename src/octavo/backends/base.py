@@ -79,6 +79,14 @@ class BackendModel(Protocol):
         """Names everything besides weights that decides bits: arithmetic version, KV format and, only where bits differ, the ISA."""
         ...
 
+    @property
+    def least_part(self) -> int | None:
+        """Tokens of a forward from which on each more costs about the same, so that a step may as well be computed in parts of so many.
+
+        None where that never pays. A matter of speed only.
+        """
+        ...
+
     def allocate_kv(self, layout: KVLayout) -> None:
         """Reserves the KV cache; pages are committed on first write. Called once, before `forward`."""
         ...

@@ -1,15 +1,19 @@
 """A step while it is being decided: how many tokens each request computes, and what is left for others.
 
 Decoding requests feel every token of a prompt that is computed beside them, so long prompts together get only a bounded part of a step
-in which anybody decodes; prompts that are short, which cost little and are waited for, come first in it, few at a time. This module does
-not know blocks, slots or policies.
+in which anybody decodes; prompts that are short, which cost little and are waited for, come first in it, few at a time.
+
+A step may be computed in parts, each a forward: then short prompts that start in it get their first token before the others are computed,
+and those that come meanwhile need not wait for all of them. To those that decode it is the same: between two of their tokens the same is
+computed, in whatever order. This module does not know blocks, slots or policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
+from itertools import islice
 
-from octavo.contracts import SlotStart
+from octavo.contracts import RowPlan, SlotStart
 from octavo.engine.request import Request
 from octavo.engine.settings import PrefillBounds
 
@@ -18,20 +22,29 @@ SHORT_PER_CHUNK = 1.5
 simulation: less has short ones wait for one another, more gives uneven steps."""
 
 AHEAD_PER_REST = 3
-LEAST_REST = 16
-"""Prompts that start go ahead of the others of their step if those are at least `LEAST_REST` tokens, and they at most `AHEAD_PER_REST`
-times as many. Fewer tokens of others would not delay them much, and weights are read once more for it."""
+"""Prompts that start go ahead of the others of their step if they have at most so many times their tokens: else waiting for those would
+not be much."""
 
 MOST_AHEAD = 2
-"""Parts of a step that go ahead. Each is a forward, however few its tokens, so others would starve beside tiny prompts that keep coming."""
+"""Parts of prompts that go ahead of the first of others; one may before each further. Each is a forward, however few its tokens, so others
+would starve beside tiny prompts that keep coming."""
+
+PART = 1.5
+"""Least rows of a part of those that decode, as a multiple of what a backend computes at a good rate: every part is told by itself too."""
 
 
 class Draft:
-    """One step to be. `num_decodes` counts the running requests that compute one token each."""
+    """One step to be. `num_decodes` counts the running requests that compute one token each.
+
+    Where short prompts start, they go ahead if others have at least `least_rest` tokens; with `divides` those that decode are computed in
+    parts.
+    """
 
     __slots__ = (
         "_bounds",
         "_budget",
+        "_divides",
+        "_least_rest",
         "_num_ahead",
         "_num_decodes",
         "num_tokens",
@@ -43,10 +56,14 @@ class Draft:
         "work",
     )
 
-    def __init__(self, budget: int, bounds: PrefillBounds, num_decodes: int) -> None:
+    def __init__(
+        self, budget: int, bounds: PrefillBounds, num_decodes: int, *, least_rest: float, divides: bool
+    ) -> None:
         self._budget = budget
         self._bounds = bounds
         self._num_decodes = num_decodes
+        self._least_rest = least_rest
+        self._divides = divides
         self._num_ahead = 0
         self.work: dict[Request, int] = {}
         """Tokens to be computed of each request that runs."""
@@ -107,20 +124,27 @@ class Draft:
         self.starts.append(request)
         self.untold[request] = told
 
-    def ahead(self, rest: Container[Request]) -> list[Request]:
-        """Those of the rest, which is not computed yet, that get their first token from a forward of their own before the others: short
-        prompts that start and end in this step, where waiting for the others would be a good part of the time to that token.
+    def next_part(self, rest: Mapping[Request, RowPlan]) -> list[Request]:
+        """What is computed next of what is not computed yet: prompts that go ahead, else others."""
+        ahead = self._ahead(rest) if self._num_ahead < MOST_AHEAD else []
+        self._num_ahead = self._num_ahead + 1 if ahead else MOST_AHEAD - 1
+        return ahead or self._part(rest)
 
-        To those that decode it is the same: between two of their tokens the same is computed, in whatever order.
-        """
+    def _ahead(self, rest: Mapping[Request, RowPlan]) -> list[Request]:
+        """Short prompts that start and end in this step, if waiting for others would be a good part of the time to their first tokens."""
         short = [request for request in self.starts if not request.is_long and request not in self.partial]
         num_short = sum(self.work[request] for request in short)
         others = self.num_tokens - num_short
-        if others < LEAST_REST or num_short > AHEAD_PER_REST * others or self._num_ahead == MOST_AHEAD:
+        if others < self._least_rest or num_short > AHEAD_PER_REST * others:
             return []
-        ahead = [request for request in short if request in rest]
-        self._num_ahead += bool(ahead)
-        return ahead
+        return [request for request in short if request in rest]
+
+    def _part(self, rest: Mapping[Request, RowPlan]) -> list[Request]:
+        """The first of about equal parts of those that decode; all where anybody computes more, or parts would be small."""
+        if not self._divides or any(row.count > 1 for row in rest.values()):
+            return list(rest)
+        num_parts = max(1, int(len(rest) / (PART * self._least_rest)))
+        return list(islice(rest, -(-len(rest) // num_parts)))
 
     def drop(self, request: Request) -> None:
         """Takes out a request that is preempted."""

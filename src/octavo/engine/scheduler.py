@@ -18,7 +18,8 @@ known-but-not-computed tokens within the step's budget.
   everything finishes.
 
 Where short prompts start beside many tokens of others, the step is computed in parts, the prompts first: their first tokens need not wait
-for the others, who get theirs when they would anyway. Prompts that come while others go ahead may join the step, within the same bounds.
+for the others, who get theirs when they would anyway. For a while after short prompts started, many that decode are computed in parts
+too: prompts that come between two parts may join the step, within the same bounds, and so wait for a part of it only.
 
 `plan` decides and `commit` (or `fail`) applies. One plan is in flight at a time, a part of a step counting as one; in between `add`,
 `cancel`, `reset_prefix_cache` and `flush` may be called. The clock is read for the statistics and for deadlines; no other decision
@@ -27,6 +28,7 @@ depends on it. This module does not know tensors, text, or where messages come f
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,13 +69,19 @@ from octavo.errors import (
     OctavoError,
 )
 
+DEFAULT_LEAST_PART = 16
+"""For executors that do not tell theirs."""
+
+LATELY = 100
+"""Steps after the start of a short prompt in which more are expected: those that decode are computed in parts, so that they get in."""
+
 
 class Scheduler:
     """Owns all requests and block tables. Not thread-safe: one thread calls it.
 
     `max_model_len` in tokens. `namespace` stands for all that decides the bits of KV content besides tokens (weights,
-    arithmetic, KV format) and starts every key of the prefix cache. `clock` gives seconds for statistics and deadlines, on the clock of
-    `GenerateRequest.arrival_s`.
+    arithmetic, KV format) and starts every key of the prefix cache. `least_part` is the executor's, as `BackendModel` has it. `clock`
+    gives seconds for statistics and deadlines, on the clock of `GenerateRequest.arrival_s`.
 
     Raises ConfigError when the settings contradict each other.
     """
@@ -88,6 +96,7 @@ class Scheduler:
         max_pinned_tokens: int = 0,
         swap_bytes: int = 0,
         disk: DiskSpace | None = None,
+        least_part: int | None = DEFAULT_LEAST_PART,
         namespace: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +105,8 @@ class Scheduler:
         self._bounds = prefill_bounds(config, self._budget)
         self._num_slots = config.max_num_seqs
         self._num_steps = config.num_scheduler_steps or 1
+        # Who wants several steps in one go does not want one in several.
+        self._least_rest = math.inf if least_part is None or self._num_steps > 1 else least_part
         self._max_model_len = max_model_len
         self._capacity = capacity_tokens(unpinned(layout, max_pinned_tokens), self._budget)
         self._kv = KVManager(
@@ -138,6 +149,8 @@ class Scheduler:
         self._releases: list[Slot] = []
         """Slots the executor is still to be told about; they may be given out again in the same plan."""
         self._step = 0
+        self._short_step = -LATELY
+        """When a short prompt last started."""
         self._tally = Tally()
         self._reported: tuple[int, int, float] = (0, 0, 0.0)
 
@@ -269,7 +282,7 @@ class Scheduler:
     # --- plan -------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Decides the next step, or goes on with one whose short prompts go ahead. None when there is nothing to compute."""
+        """Decides the next step, or goes on with one that is computed in parts. None when there is nothing to compute."""
         require(not self._in_flight, "a plan was asked for while one is in flight")
         now_s = self._clock()
         draft = self._draft
@@ -292,7 +305,13 @@ class Scheduler:
     def _begin(self, now_s: float) -> Draft:
         """A new step: what running requests and those that wait compute in it."""
         partial = [request for request in self._running if len(request.token_ids) - request.num_computed > 1]
-        draft = Draft(self._budget, self._bounds, len(self._running) - len(partial))
+        draft = Draft(
+            self._budget,
+            self._bounds,
+            len(self._running) - len(partial),
+            least_rest=self._least_rest,
+            divides=self._step < self._short_step + LATELY,
+        )
         self._advance_running(draft, partial)
         self._admit(draft, now_s)
         self._use_up(draft)
@@ -323,14 +342,11 @@ class Scheduler:
         return repeat
 
     def _next_part(self, draft: Draft) -> StepPlan:
-        """Of what is decided and not computed: the prompts that go ahead if there are any, else all. It is in flight from now on."""
+        """Of what is decided and not computed what comes next, which is in flight from now on."""
         starts = tuple(draft.untold.values())
         draft.untold.clear()
-        rows, self._draft = self._rest, None
-        self._rest = {}
-        if ahead := draft.ahead(rows):
-            self._rest, self._draft = rows, draft
-            rows = {request: self._rest.pop(request) for request in ahead}
+        rows = {request: self._rest.pop(request) for request in draft.next_part(self._rest)}
+        self._draft = draft if self._rest else None
         self._in_flight = list(rows)
         releases, self._releases = tuple(self._releases), []
         self._count(rows)
@@ -474,6 +490,8 @@ class Scheduler:
             self._start(request, hit, now_s)
             require(self._give(draft, request, count), "blocks were counted but are not there")
             draft.start(request, self._slot_start(request))
+            if not request.is_long:
+                self._short_step = self._step
             growth = self._kv.growth(request.blocks, request.num_known)
             reserve = [kept + more for kept, more in zip(reserve, growth, strict=True)]
 

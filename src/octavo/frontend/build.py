@@ -318,6 +318,7 @@ def load_back(
             disk=None
             if files is None
             else DiskSpace(max_bytes=disk_bytes, overhead_bytes=OVERHEAD_BYTES, files=files.scan()),
+            least_part=loaded.model.least_part,
             namespace=namespace,
         )
         executor = ModelRunner(

@@ -129,6 +129,11 @@ def test_work_is_counted() -> None:
     assert model.last_work.weight_bytes < work.weight_bytes
 
 
+def test_steps_are_worth_parts_of_more_tokens_where_more_threads_share_the_memory() -> None:
+    parts = [CpuBackend(threads=threads).load(forward, tensors(Format.Q8_0)).least_part for threads in (1, 2, 4)]
+    assert parts == [8, 16, 32]
+
+
 def test_dtypes() -> None:
     assert load("auto").arithmetic == load("bfloat16").arithmetic == "cpu-2-kv-bfloat16"
     assert load("auto").bytes_per_kv_value == 2

@@ -54,37 +54,36 @@ def test_short_prompts_get_in_beside_long_ones() -> None:
     assert unbounded_s > 4 * unbounded_step_s
 
 
-@pytest.mark.parametrize("num_streams", [32, 48, 60])
-def test_short_prompts_do_not_wait_for_all_streams_twice(num_streams: int) -> None:
-    """They get their first token before the streams that are in the same step, half a median gap earlier or more; and those get
-    theirs about as if all were computed at once."""
+@pytest.mark.parametrize(("num_streams", "p95_gain"), [(32, 0.85), (48, 0.65), (60, 0.65)])
+def test_short_prompts_do_not_wait_for_all_streams_twice(num_streams: int, p95_gain: float) -> None:
+    """They wait for none of the streams in the same step, and beside 48 or more only for half of those that are being computed. They get
+    their first token a median gap earlier or more; the streams get theirs about as if all were computed at once."""
     found = {}
-    for least_rest in (draft.LEAST_REST, 10**6):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(draft, "LEAST_REST", least_rest)
-            server = VirtualServer(check=True)
-            server.keep("stream", num_streams, 32, 225, until_s=60)
-            chance = random.Random(7)
-            at_s = 5.0
-            while (at_s := at_s + chance.expovariate(2)) < 55:
-                server.add("short", chance.randint(1, 64), 8, at_s=at_s)
-            server.run(60)
+    for least_part in (16, None):
+        server = VirtualServer(check=True, least_part=least_part, base_s=0.002)
+        server.keep("stream", num_streams, 32, 225, until_s=60)
+        chance = random.Random(7)
+        at_s = 5.0
+        while (at_s := at_s + chance.expovariate(2)) < 55:
+            server.add("short", chance.randint(1, 64), 8, at_s=at_s)
+        server.run(60)
         streams = [gap for story in server.of("stream") for gap in story.itl_s]
-        found[least_rest] = (
+        found[least_part] = (
             statistics.median(story.ttft_s for story in server.of("short")) / statistics.median(streams),
             p95([story.ttft_s for story in server.of("short")]),
             p95(streams),
             server.num_tokens("stream"),
         )
     (ttft, p95_ttft_s, itl_s, num_tokens), together = found.values()
-    assert ttft <= together[0] - 0.5
-    assert p95_ttft_s <= together[1]
+    assert ttft <= together[0] - 1.0
+    assert p95_ttft_s <= p95_gain * together[1]
     assert itl_s <= 1.2 * together[2]
     assert num_tokens >= 0.95 * together[3]
 
 
 def test_prompts_of_one_token_that_keep_coming_do_not_hold_up_streams() -> None:
-    """A new one comes with every forward. A stream waits for a few of those, not for as many as there are tokens to spare."""
+    """A new one comes with every forward. A stream waits for a few of those, not for as many as there are tokens to spare: of
+    both parts of the streams two go ahead of the first and one of the second."""
     server = VirtualServer(max_num_seqs=200)
     for _ in range(64):
         server.add("stream", 4, 100)
@@ -93,7 +92,7 @@ def test_prompts_of_one_token_that_keep_coming_do_not_hold_up_streams() -> None:
         server.add("tiny", 1, 1)
         server.run(server.now_s + 1e-9)
     numbers = [plan.step for _, plan in server.steps]
-    assert max(numbers.count(number) for number in set(numbers)) == draft.MOST_AHEAD + 1
+    assert max(numbers.count(number) for number in set(numbers)) == draft.MOST_AHEAD + 1 + 2
 
 
 def test_a_long_prompt_every_few_seconds_beside_chats() -> None:
@@ -130,7 +129,7 @@ def test_beside_decodes_long_prompts_take_a_bounded_part_of_a_step(
     server.run(1.0)
     server.add("long", 2000, 1, at_s=1.0)
     server.run(max(server.now_s, 1.0) + 0.2)
-    assert server.steps[-1][1].num_tokens == num_streams + expected
+    assert server.tokens_per_step()[-1] == num_streams + expected
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -228,7 +227,8 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another(lengths: tuple[int, int]
 def test_first_come_first_served_lets_a_flood_hold_up_another() -> None:
     """The comparison that shows what `fair` does."""
     server = flood("fcfs", (30, 300), flood=True, caller=True)
-    assert p95([story.ttft_s for story in server.of("B")]) > 10
+    callers = [story for story in server.stories.values() if story.spec.tenant == "B"]
+    assert p95([story.ttft_s if story.token_s else float("inf") for story in callers]) > 10
 
 
 @pytest.mark.parametrize(("weights", "expected"), [((), 0.5), (("A=3",), 0.75), (("A=1", "B=4"), 0.2)])

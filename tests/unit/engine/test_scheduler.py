@@ -12,6 +12,7 @@ from octavo.contracts import FinishReason, ForwardWork, GenerateRequest, Request
 from octavo.engine import Scheduler, token_budget
 from octavo.engine.blocks import InvariantError
 from octavo.engine.policy import Fair
+from octavo.engine.scheduler import LATELY
 from octavo.errors import ConfigError, EngineDeadError, EngineError
 from octavo.runner.scripted import ScriptedExecutor
 from support.fake_executor import Answer, FakeDisk, Faults, Harness, alone, layout, request
@@ -22,9 +23,11 @@ def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
     return [(row.slot, row.start, row.count, row.sample) for row in plan.rows]
 
 
-def streaming(num_streams: int = 16, max_num_seqs: int = 20, **settings: Any) -> Harness:
+def streaming(
+    num_streams: int = 16, max_num_seqs: int = 20, max_num_batched_tokens: int = 128, **settings: Any
+) -> Harness:
     """A scheduler with so many requests that decode."""
-    harness = Harness(layout(200), max_num_seqs=max_num_seqs, max_num_batched_tokens=128, **settings)
+    harness = Harness(layout(400), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings)
     harness.add(*(request(f"stream {number}", (number, 1, 2), max_tokens=9) for number in range(num_streams)))
     harness.run_steps(2)
     return harness
@@ -764,6 +767,54 @@ def test_prompts_that_join_do_not_go_ahead_beyond_their_share_of_tokens() -> Non
     harness.step()
     harness.add(request("late", range(60, 72), max_tokens=3))
     assert [count for _, _, count, _ in rows(harness.step())] == [1] * 16 + [12]
+
+
+@pytest.mark.parametrize(("num_streams", "parts"), [(47, [47]), (48, [24, 24]), (73, [25, 24, 24])])
+def test_many_decodes_are_computed_in_equal_parts_while_short_prompts_come(num_streams: int, parts: list[int]) -> None:
+    harness = streaming(num_streams, max_num_seqs=100, max_num_batched_tokens=512)
+    harness.run_steps(len(parts) - 1)
+    plans = [harness.step() for _ in parts]
+    assert [len(plan.rows) for plan in plans if plan is not None] == parts
+    assert len({plan.step for plan in plans if plan is not None}) == 1
+    slots = [row.slot for plan in plans if plan is not None for row in plan.rows]
+    assert slots == list(range(num_streams))
+    harness.run()
+    harness.check_answers()
+
+
+def test_a_prompt_that_comes_between_parts_of_decodes_goes_ahead_of_what_is_left() -> None:
+    harness = streaming(48, max_num_seqs=60, max_num_batched_tokens=512)
+    harness.run_steps(1)
+    plans = [harness.step()]
+    for number in range(2):
+        harness.add(request(f"short {number}", range(20 * number, 20 * number + 12), max_tokens=3))
+        plans.append(harness.step())
+    assert [[count for _, _, count, _ in rows(plan)] for plan in plans] == [[1] * 24, [12], [1] * 24 + [12]]
+    harness.run()
+    harness.check_answers()
+
+
+def test_decodes_are_computed_together_when_no_short_prompt_came_lately() -> None:
+    harness = Harness(layout(2000), max_num_seqs=60, max_num_batched_tokens=512, max_model_len=200)
+    harness.add(*(request(f"stream {number}", (number % 50, 1, 2), max_tokens=LATELY + 20) for number in range(48)))
+    plans = [harness.step() for _ in range(LATELY + 70)]
+    while plans[-1] is not None and plans[-1].step < LATELY + 10:
+        plans.append(harness.step())
+    sizes = [len(plan.rows) for plan in plans if plan is not None]
+    assert sizes[1:3] == [24, 24] and sizes[-1] == 48
+    harness.cancel(*harness.added)
+    harness.run()
+
+
+@pytest.mark.parametrize("settings", [{"least_part": None}, {"num_scheduler_steps": 2}])
+def test_a_step_is_not_computed_in_parts_where_that_is_not_wanted(settings: dict[str, Any]) -> None:
+    """By a backend whose forwards cost about the same for many tokens, or by who wants several steps in one go."""
+    harness = streaming(48, max_num_seqs=60, max_num_batched_tokens=512, **settings)
+    harness.add(request("short", range(40, 50), max_tokens=3))
+    plan = harness.step()
+    assert plan is not None and len(plan.rows) == 49
+    harness.run()
+    harness.check_answers()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])

@@ -40,6 +40,9 @@ ARITHMETIC_VERSION = 2
 
 _MOST_THREADS = 1024
 
+_LEAST_PART_PER_THREAD = 8
+"""Tokens for each thread from which on products, not reading weights, take most of a forward: measured with two."""
+
 
 class CpuBackend:
     """`Backend` in C++. `threads` counts all threads that compute, None takes the CPUs this process may use.
@@ -130,6 +133,7 @@ class CpuModel:
         self._pool: _native.Pool | None = pool
         self._cache: _native.KvStore | None = None
         self._vocab_size = program.vocab
+        self._least_part = _LEAST_PART_PER_THREAD * pool.threads
         self._isa = program.isa
         self._weight_bytes = weight_bytes
         self._kv_format: KVFormat = kv_format
@@ -154,6 +158,11 @@ class CpuModel:
     def arithmetic(self) -> str:
         """Version and KV format; instruction sets and threads do not change bits."""
         return f"cpu-{ARITHMETIC_VERSION}-kv-{self._kv_format}"
+
+    @property
+    def least_part(self) -> int:
+        """See `BackendModel`. Threads share the memory that weights come from, but each multiplies by itself."""
+        return self._least_part
 
     def allocate_kv(self, layout: KVLayout) -> None:
         """Reserves the cache. Raises ConfigError when its address space cannot be had."""

@@ -137,6 +137,11 @@ class NumpyModel:
         """Version and KV format."""
         return f"numpy-{ARITHMETIC_VERSION}-kv-{self._kv_format}"
 
+    @property
+    def least_part(self) -> int:
+        """See `BackendModel`."""
+        return 16
+
     def allocate_kv(self, layout: KVLayout) -> None:
         """Zeroed arrays, whose pages the system commits on first write."""
         self._layers = tuple(kv_group.layers for kv_group in layout.groups)

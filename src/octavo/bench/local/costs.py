@@ -42,7 +42,7 @@ from octavo.contracts import (
     StepResult,
     TokenSampling,
 )
-from octavo.engine import Scheduler
+from octavo.engine import DEFAULT_LEAST_PART, Scheduler
 from octavo.errors import ConfigError
 from octavo.frontend.build import Budget, budget_memory, resolve_scheduler
 from octavo.loaders.checkpoint import open_checkpoint
@@ -115,7 +115,7 @@ class SchedulerCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides how much KV cache there is. Sizes in bytes, lengths in tokens."""
+    """What decides how much KV cache there is, and in what parts steps are computed. Sizes in bytes, lengths in tokens."""
 
     name: str
     max_context: int
@@ -123,6 +123,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weight_bytes: int
     free_bytes: int
     vocab_size: int
+    least_part: int | None = DEFAULT_LEAST_PART
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,6 +171,7 @@ def measure(config: Config, progress: Progress | None = None) -> tuple[Costs, li
             weight_bytes=loaded.model.weight_bytes,
             free_bytes=free_bytes,
             vocab_size=loaded.spec.vocab_size,
+            least_part=loaded.model.least_part,
         )
         budget = budget_memory(config, groups, facts.max_context, free_bytes, facts.weight_bytes)
         scheduling = resolve_scheduler(config.scheduler, budget.max_model_len)

@@ -76,6 +76,7 @@ def simulate(traffic: Traffic, costs: Costs, config: Config, progress: Progress 
         scheduling,
         max_model_len=budget.max_model_len,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        least_part=facts.least_part,
         clock=clock,
     )
     world = _World(traffic, costs, clock, progress or (lambda *_: None))
