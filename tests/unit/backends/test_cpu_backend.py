@@ -130,8 +130,7 @@ def test_work_is_counted() -> None:
 
 
 def test_steps_are_worth_parts_of_more_tokens_where_more_threads_share_the_memory() -> None:
-    parts = [CpuBackend(threads=threads).load(forward, tensors(Format.Q8_0)).least_part for threads in (1, 2, 4)]
-    assert parts == [8, 16, 32]
+    assert [load(threads=threads).least_part for threads in (1, 2, 4)] == [8, 16, 32]
 
 
 def test_dtypes() -> None:
