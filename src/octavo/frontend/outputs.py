@@ -85,8 +85,7 @@ class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
     top: tuple[TopEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """News of one choice. The deltas of a choice, joined, are its whole answer; exactly one, the last, has a
     `finish_reason`.
 

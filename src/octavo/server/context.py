@@ -115,7 +115,7 @@ class Context:
                 )
             gone = asyncio.Event()
             watcher = asyncio.create_task(_cancel_when_gone(request, handles, gone))
-            deltas = _unless(gone, _merge(handles))
+            deltas = _merge(handles, gone)
             try:
                 yield deltas
             finally:
@@ -149,17 +149,12 @@ async def _cancel_when_gone(request: Request, handles: Sequence[RequestHandle], 
         handle.cancel()
 
 
-async def _unless(gone: asyncio.Event, deltas: Deltas) -> Deltas:
-    async with contextlib.aclosing(deltas):
-        async for item in deltas:
-            if gone.is_set():
-                raise ClientDisconnect
-            yield item
-
-
-async def _merge(handles: Sequence[RequestHandle]) -> Deltas:
+async def _merge(handles: Sequence[RequestHandle], gone: asyncio.Event) -> Deltas:
+    """The deltas of all handles as they come. Raises ClientDisconnect in place of what comes after the client has gone."""
     if len(handles) == 1:
         async for delta in handles[0]:
+            if gone.is_set():
+                raise ClientDisconnect
             yield 0, delta
         return
     queue: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue(maxsize=len(handles))
@@ -176,6 +171,8 @@ async def _merge(handles: Sequence[RequestHandle]) -> Deltas:
             item = await queue.get()
             if item is None:
                 running -= 1
+            elif gone.is_set():
+                raise ClientDisconnect
             else:
                 yield item
     finally:

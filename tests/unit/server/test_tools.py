@@ -32,10 +32,10 @@ CALLS = (
 )
 
 
-def answer(script: str, body: dict[str, Any], model: Any = None) -> tuple[int, Any]:
+def answer(script: str, body: dict[str, Any], model: Any = None, itl_s: float = 0.0) -> tuple[int, Any]:
     async def main() -> tuple[int, Any]:
         served = model or model_of(call_format="hermes")
-        async with application([*spell(script), EOS], model=served) as (app, _):
+        async with application([*spell(script), EOS], model=served, itl_s=itl_s) as (app, _):
             call = Call(app, CHAT, {"messages": ASK, "max_tokens": 900, **body})
             result = await call.run()
             return call.status, result
@@ -43,9 +43,11 @@ def answer(script: str, body: dict[str, Any], model: Any = None) -> tuple[int, A
     return asyncio.run(main())
 
 
-def streamed(script: str, body: dict[str, Any], model: Any = None) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
-    """The message put together from a stream, its finish reason, and the deltas."""
-    status, result = answer(script, {**body, "stream": True}, model)
+def streamed(
+    script: str, body: dict[str, Any], model: Any = None, itl_s: float = 0.0
+) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
+    """The message put together from a stream, its finish reason, and the deltas. Without time between tokens several may come as one."""
+    status, result = answer(script, {**body, "stream": True}, model, itl_s)
     assert status == 200, result
     lines = [line[6:] for line in result.decode().split("\n\n") if line]
     assert lines.pop() == "[DONE]"
@@ -93,7 +95,7 @@ def test_calls_whole_and_streamed() -> None:
     assert [call["name"] for call in message["tool_calls"]] == ["weather", "stop"]
     assert [json.loads(call["arguments"]) for call in message["tool_calls"]] == [ARGUMENTS, {}]
     assert reason == "tool_calls"
-    stream, stream_reason, deltas = streamed(CALLS, {"tools": TOOLS})
+    stream, stream_reason, deltas = streamed(CALLS, {"tools": TOOLS}, itl_s=0.002)
     assert without_ids(stream["tool_calls"]) == without_ids(message["tool_calls"])
     assert (stream["content"], stream_reason) == (message["content"], reason)
     pieces = [
