@@ -4,8 +4,9 @@ Decoding requests feel every token of a prompt that is computed beside them, so 
 in which anybody decodes; prompts that are short, which cost little and are waited for, come first in it, few at a time.
 
 A step may be computed in parts, each a forward: then short prompts that start in it get their first token before the others are computed,
-and those that come meanwhile need not wait for all of them. To those that decode it is the same: between two of their tokens the same is
-computed, in whatever order. This module does not know blocks, slots or policies.
+and those that come meanwhile need not wait for all of them. To those that decode it is the same: between two of their tokens as much is
+computed, in whatever order. For those of the first part that is what comes after it in their step and before it in the next, so the one
+counts against the other. This module does not know blocks, slots or policies.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Draft:
     """One step to be. `num_decodes` counts the running requests that compute one token each.
 
     Where short prompts start, they go ahead if others have at least `least_rest` tokens; with `divides` those that decode are computed in
-    parts.
+    parts. `num_carried` is `num_late` of the step before.
     """
 
     __slots__ = (
@@ -46,7 +47,9 @@ class Draft:
         "_divides",
         "_least_rest",
         "_num_ahead",
+        "_num_carried",
         "_num_decodes",
+        "num_late",
         "num_tokens",
         "partial",
         "preempted",
@@ -57,7 +60,14 @@ class Draft:
     )
 
     def __init__(
-        self, budget: int, bounds: PrefillBounds, num_decodes: int, *, least_rest: float, divides: bool
+        self,
+        budget: int,
+        bounds: PrefillBounds,
+        num_decodes: int,
+        *,
+        least_rest: float,
+        divides: bool,
+        num_carried: int,
     ) -> None:
         self._budget = budget
         self._bounds = bounds
@@ -65,6 +75,10 @@ class Draft:
         self._least_rest = least_rest
         self._divides = divides
         self._num_ahead = 0
+        self._num_carried: int | None = num_carried
+        """None once a part of those that decode is computed."""
+        self.num_late = 0
+        """Tokens of prompts that started after that."""
         self.work: dict[Request, int] = {}
         """Tokens to be computed of each request that runs."""
         self.num_tokens = 0
@@ -87,7 +101,12 @@ class Draft:
         """As `left`, to long prompts."""
         if not self._num_decodes:
             return self.left
-        return int(min(self.left, self._bounds.chunk(self._num_decodes) - (self.num_tokens - self._num_decodes)))
+        return int(min(self.left, self._bounds.chunk(self._num_decodes) - self._num_beside))
+
+    @property
+    def _num_beside(self) -> int:
+        """Tokens of prompts between two of those that decode."""
+        return self.num_tokens - self._num_decodes + (self._num_carried or 0)
 
     def has_room_to_start(self, count: int) -> bool:
         """Whether a further short prompt, of which `count` tokens are to be computed, may start in this step. One always may.
@@ -95,9 +114,9 @@ class Draft:
         Beside decodes more of them only as long as the step stays about as long as others: neither streams nor who comes next shall wait
         for a heap of them.
         """
-        if not self.starts or not self._num_decodes:
+        if not (self.starts or self._num_carried) or not self._num_decodes:
             return True
-        return self.num_tokens - self._num_decodes + count <= SHORT_PER_CHUNK * self._bounds.chunk(self._num_decodes)
+        return self._num_beside + count <= SHORT_PER_CHUNK * self._bounds.chunk(self._num_decodes)
 
     def assured(self, others_wait: bool) -> int:
         """Tokens that long prompts which run already get before those that wait."""
@@ -123,12 +142,17 @@ class Draft:
         """Notes that a request starts in this step."""
         self.starts.append(request)
         self.untold[request] = told
+        if self._num_carried is None:
+            self.num_late += self.work[request]
 
     def next_part(self, rest: Mapping[Request, RowPlan]) -> list[Request]:
         """What is computed next of what is not computed yet: prompts that go ahead, else others."""
         ahead = self._ahead(rest) if self._num_ahead < MOST_AHEAD else []
-        self._num_ahead = self._num_ahead + 1 if ahead else MOST_AHEAD - 1
-        return ahead or self._part(rest)
+        if ahead:
+            self._num_ahead += 1
+            return ahead
+        self._num_ahead, self._num_carried = MOST_AHEAD - 1, None
+        return self._part(rest)
 
     def _ahead(self, rest: Mapping[Request, RowPlan]) -> list[Request]:
         """Short prompts that start and end in this step, if waiting for others would be a good part of the time to their first tokens."""

@@ -679,7 +679,8 @@ class KVManager:
     def pin(self, sequence: SequenceBlocks, num_tokens: int) -> int:
         """Keeps the full blocks of a sequence's first `num_tokens` tokens, which are published, from being evicted.
 
-        Returns how many tokens they hold; 0 when the budget is exhausted, or there is nothing to keep.
+        Returns how many tokens they hold; 0 when the budget is exhausted, there is nothing to keep, or a block that a window has passed is
+        there no more.
         """
         num_blocks = num_tokens // self.block_size
         if sequence.chain is None or not 0 < num_blocks <= sequence.num_published:
@@ -690,10 +691,12 @@ class KVManager:
             for pool, table, window in zip(self.pools, sequence.tables, self._windows, strict=True):
                 first = 0 if window is None else self._first_needed(window, num_blocks * self.block_size)
                 for index in range(first, num_blocks):
-                    pool.publish(table[index], keys[index])  # an equal block that was findable instead may be gone
-                blocks.append(
-                    [block for block in self._hit_blocks(pool, sequence, first, num_blocks) if block is not None]
-                )
+                    if table[index] != NULL_BLOCK:
+                        pool.publish(table[index], keys[index])  # an equal block that was findable instead may be gone
+                found = self._hit_blocks(pool, sequence, first, num_blocks)
+                blocks.append([block for block in found if block is not None])
+                if len(blocks[-1]) < len(found):
+                    return 0
             if not self.pins.fits(blocks):
                 return 0
             for pool, group in zip(self.pools, blocks, strict=True):

@@ -145,6 +145,8 @@ class Scheduler:
         """What is decided of the step and neither computed nor in flight; some may have been cancelled."""
         self._draft: Draft | None = None
         """The step whose rest that is."""
+        self._num_late = 0
+        """`Draft.num_late` of the last step."""
         self._free_slots = [Slot(slot) for slot in reversed(range(config.max_num_seqs))]
         self._releases: list[Slot] = []
         """Slots the executor is still to be told about; they may be given out again in the same plan."""
@@ -311,6 +313,7 @@ class Scheduler:
             len(self._running) - len(partial),
             least_rest=self._least_rest,
             divides=self._step < self._short_step + LATELY,
+            num_carried=self._num_late,
         )
         self._advance_running(draft, partial)
         self._admit(draft, now_s)
@@ -347,6 +350,7 @@ class Scheduler:
         draft.untold.clear()
         rows = {request: self._rest.pop(request) for request in draft.next_part(self._rest)}
         self._draft = draft if self._rest else None
+        self._num_late = draft.num_late
         self._in_flight = list(rows)
         releases, self._releases = tuple(self._releases), []
         self._count(rows)
@@ -490,7 +494,7 @@ class Scheduler:
             self._start(request, hit, now_s)
             require(self._give(draft, request, count), "blocks were counted but are not there")
             draft.start(request, self._slot_start(request))
-            if not request.is_long:
+            if not request.is_long and request.first_token_s is None:
                 self._short_step = self._step
             growth = self._kv.growth(request.blocks, request.num_known)
             reserve = [kept + more for kept, more in zip(reserve, growth, strict=True)]
@@ -528,12 +532,13 @@ class Scheduler:
         return max(share, num_tokens / self._pool_tokens)
 
     def _giving_way(self, request: Request, hit: Hit, reserve: list[int], draft: Draft) -> list[Request]:
-        """The fewest running requests that make room for a waiting one by giving way, as the policy has it. None if all are not enough."""
-        candidates = [
-            other
-            for other in self._policy.yielding(request, self._running)
-            if other not in draft.starts and not other.in_flight
-        ]
+        """The fewest running requests that make room for a waiting one by giving way, as the policy has it. None if all are not enough.
+
+        Nobody does between the parts of a step: some that run are computed already and others still to be, whatever their order.
+        """
+        if self._draft is not None:
+            return []
+        candidates = [other for other in self._policy.yielding(request, self._running) if other not in draft.starts]
         if not candidates:
             return []
 

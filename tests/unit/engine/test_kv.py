@@ -285,6 +285,25 @@ def test_a_pin_keeps_blocks_and_counts_shared_ones_once() -> None:
     kv.check([])
 
 
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_prompt_whose_last_block_its_window_has_passed_is_pinned_if_it_is_found_still(evicted: bool) -> None:
+    kv = KVManager(
+        layout(40, 40, block_size=4, window=4),
+        namespace=b"m",
+        enable_prefix_caching=True,
+        max_num_batched_tokens=64,
+        max_pinned_tokens=16,
+    )
+    sequence = computed(kv, 9)
+    kv.slide(sequence, 12)
+    if evicted:
+        kv.reset_prefix_cache()
+    assert kv.pin(sequence, 9) == (0 if evicted else 8)
+    kv.check([sequence])
+    kv.free(sequence)
+    kv.check([])
+
+
 def test_pins_leave_room_or_are_refused() -> None:
     assert unpinned(layout(8), 16).num_blocks == (4,)
     with pytest.raises(ConfigError, match="max-pinned-tokens"):

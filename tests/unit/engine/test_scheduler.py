@@ -831,6 +831,37 @@ def test_nobody_gives_way_to_one_that_joins_a_step(policy: str) -> None:
     harness.check_answers()
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_nobody_gives_way_to_one_that_joins_between_parts_of_decodes(policy: str) -> None:
+    """Those that are computed already are not the last in the policy's order, and would be computed for nothing."""
+    harness = streaming(48, max_num_seqs=48, max_num_batched_tokens=512, scheduling_policy=policy)
+    harness.run_steps(1)
+    first = harness.step()
+    harness.add(request("urgent", range(50, 60), max_tokens=3, priority=-9, tenant="other"))
+    rest = harness.step()
+    assert first is not None and rest is not None and rest.step == first.step
+    assert len(rest.rows) == 24 and not rest.starts and not harness.outbox.outputs[-1].stats.num_preemptions
+    harness.run()
+    harness.check_answers()
+
+
+def test_prompts_that_join_late_leave_less_room_to_those_of_the_next_step() -> None:
+    """Between two tokens of a stream of the first part as many are computed as a step may hold: 48 and 1.5 times 4 * 48 of prompts."""
+    harness = streaming(48, max_num_seqs=80, max_num_batched_tokens=512, max_model_len=200)
+    harness.run_steps(1)
+    plans = [harness.step()]
+    for number in range(4):
+        harness.add(request(f"short {number}", (90 - number, *(token % 90 for token in range(143))), max_tokens=1))
+        if number % 2:
+            plans.append(harness.step())
+    plans.append(harness.step())
+    first, late, following, later = (plan for plan in plans if plan is not None)
+    assert first.step == late.step == following.step - 1 == later.step - 1
+    assert [plan.num_tokens for plan in (first, late, following, later)] == [24, 24 + 288, 24, 24 + 288]
+    harness.run()
+    harness.check_answers()
+
+
 @pytest.mark.parametrize("num_streams, num_tokens", [(15, 10), (16, 49)])
 def test_nobody_goes_ahead_of_few_or_with_many_tokens(num_streams: int, num_tokens: int) -> None:
     harness = streaming(num_streams)

@@ -427,7 +427,10 @@ def scheduling_time(num_rows: int, num_steps: int = 400) -> float:
     """Median seconds that the real scheduler takes for a step of `num_rows` decodes, on this machine."""
     layout = KVLayout(block_size=16, groups=(KVGroup(layers=(0,)),), num_blocks=(num_rows * 64,))
     scheduler = Scheduler(
-        layout, SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=16 * num_rows), max_model_len=1024
+        layout,
+        SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=16 * num_rows),
+        max_model_len=1024,
+        least_part=None,
     )
     for number in range(num_rows):
         sampling = TokenSampling(max_tokens=num_steps + 8, temperature=0.0, ignore_eos=True)
