@@ -109,7 +109,8 @@ class Draft:
         return self.num_tokens - self._num_decodes + (self._num_carried or 0)
 
     def has_room_to_start(self, count: int) -> bool:
-        """Whether a further short prompt, of which `count` tokens are to be computed, may start in this step. One always may.
+        """Whether a further short prompt, of which `count` tokens are to be computed, may start in this step. One always may, but for
+        room that prompts took which joined the last step late.
 
         Beside decodes more of them only as long as the step stays about as long as others: neither streams nor who comes next shall wait
         for a heap of them.

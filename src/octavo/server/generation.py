@@ -184,14 +184,17 @@ async def stream(
     def work(prompt: int, delta: Delta) -> list[bytes]:
         return [frames.chunk(chunk) for chunk in render(prompt, delta)]
 
+    async def rendered(prompt: int, delta: Delta) -> list[bytes]:
+        # A long prompt's logprobs take as long as many tokens; other streams go on meanwhile.
+        is_long = delta.prompt_logprobs is not None
+        return await asyncio.to_thread(work, prompt, delta) if is_long else work(prompt, delta)
+
     pacer = _Pacer(interval)
     pacer.pass_on(first_prompt, first)
 
     async def pieces() -> AsyncIterator[bytes]:
         async with stack:
-            # A long prompt's logprobs take as long as many tokens; other streams go on meanwhile.
-            is_long = first.prompt_logprobs is not None
-            for piece in await asyncio.to_thread(work, first_prompt, first) if is_long else work(first_prompt, first):
+            for piece in await rendered(first_prompt, first):
                 yield piece
             async for prompt, arrived in deltas:
                 if (delta := pacer.pass_on(prompt, arrived)) is None:
@@ -199,8 +202,7 @@ async def stream(
                 if (failed := failure(delta)) is not None:
                     yield frames.error(failed)
                     return
-                is_long = delta.prompt_logprobs is not None
-                for piece in await asyncio.to_thread(work, prompt, delta) if is_long else work(prompt, delta):
+                for piece in await rendered(prompt, delta):
                     yield piece
             for chunk in await last():
                 yield frames.chunk(chunk)

@@ -430,7 +430,7 @@ def scheduling_time(num_rows: int, num_steps: int = 400) -> float:
         layout,
         SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=16 * num_rows),
         max_model_len=1024,
-        least_part=None,
+        least_part=None,  # after these short prompts it would be parts of steps that are timed
     )
     for number in range(num_rows):
         sampling = TokenSampling(max_tokens=num_steps + 8, temperature=0.0, ignore_eos=True)
